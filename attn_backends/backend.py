@@ -1,0 +1,255 @@
+"""The base class of every backend: declared capabilities, ``plan`` and ``run``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from .batch import Batch
+from .capabilities import Capabilities
+from .capacity import Capacity
+from .errors import InvalidInputError, Reason, UnsupportedCallError
+from .output import AttentionOutput
+from .plan import Plan, make_buffers
+from .spec import AttentionSpec
+from .validation import check_batch, check_extras, check_out, check_qkv
+
+
+class BackendOptions(BaseModel):
+    """Base of each backend's options; unknown names are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunExtras(NamedTuple):
+    """The optional inputs of a run, already checked against the spec.
+
+    Attributes:
+        sinks: ``[H]`` float32 logits, or None; only given to backends that declare fused sinks.
+        alibi_slopes: ``[H]`` float32, or None.
+        mask: Flat bool, True = visible, sequence b at ``mask_indptr[b]``, row-major, or None.
+        k_scale: What a stored key is multiplied by: float, or float32 ``[]``, ``[1]``, ``[HK]``.
+        v_scale: The same for values.
+    """
+
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    k_scale: float | torch.Tensor | None = None
+    v_scale: float | torch.Tensor | None = None
+
+
+class AttentionBackend(ABC):
+    """A way to compute attention states, bound to one spec.
+
+    A subclass declares ``name`` and ``capabilities`` and implements ``_run``. ``plan`` and ``run``
+    here check every input once, so an implementation sees only calls that its declaration allows.
+
+    Args:
+        spec: What the layer fixes.
+        device: Where it will run; default: decided by the first batch.
+        options: An instance of the backend's ``Options``; None takes the defaults.
+
+    Raises:
+        UnsupportedCallError: The declaration rules the spec out; it carries every reason.
+    """
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+    Options: ClassVar[type[BackendOptions]] = BackendOptions
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        device: torch.device | str | None = None,
+        options: BackendOptions | None = None,
+    ) -> None:
+        self.spec = spec
+        self.options = self.Options() if options is None else options
+        where = None if device is None else torch.device(device)
+        reasons = self.unsupported_reasons(spec, None, where, self.options)
+        if reasons:
+            text = "; ".join(map(str, reasons))
+            raise UnsupportedCallError(
+                f"{self.name} cannot do this call: {text}", backend=self.name, reasons=reasons
+            )
+
+    @classmethod
+    def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
+        """Reasons of missing or broken packages; cheap, and never touches a device."""
+        return []
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        spec: AttentionSpec,
+        phase: str | None,
+        device: torch.device | None,
+        options: BackendOptions | None,
+    ) -> list[Reason]:
+        """Reasons that the declared data cannot express, for example limits on combinations."""
+        return []
+
+    @classmethod
+    def unsupported_reasons(
+        cls,
+        spec: AttentionSpec,
+        phase: str | None = None,
+        device: torch.device | None = None,
+        options: BackendOptions | None = None,
+    ) -> list[Reason]:
+        """Every reason against a call, in order: package, device, dtype, shape, feature.
+
+        Supported means that the list is empty. Pure and cheap: nothing is allocated or compiled.
+
+        Args:
+            spec: What the layer fixes.
+            phase: ``"prefill"``, ``"decode"`` or None (either).
+            device: Where the call would run; None leaves the device out of it.
+            options: The backend's options; they may change what is supported.
+        """
+        reasons = list(cls.dependency_reasons(options))
+        reasons += cls.capabilities.device_reasons(device)
+        reasons += cls.capabilities.spec_reasons(spec, phase)
+        reasons += cls.extra_reasons(spec, phase, device, options)
+        return reasons
+
+    def check_batch(self, batch: Batch) -> None:
+        """Raise InvalidInputError unless the batch can belong to this backend's spec."""
+        check_batch(batch, self.spec)
+
+    def plan(self, batch: Batch, capacity: Capacity | None = None) -> Plan:
+        """Prepare a batch; once per step, reused by every layer with this spec.
+
+        Args:
+            batch: The step's sequences.
+            capacity: For CUDA graphs: reserve fixed buffers of this size, refilled by
+                ``plan.update``.
+
+        Raises:
+            InvalidInputError: The batch does not fit the spec or the capacity.
+            UnsupportedCallError: The backend does not run under CUDA graphs.
+        """
+        check_batch(batch, self.spec)
+        if capacity is None:
+            return self._plan(batch, None)
+        if "cuda_graph" not in self.capabilities.features:
+            reason = Reason("capacity", "given", "None", "this backend is not graph-capturable")
+            raise UnsupportedCallError(
+                f"{self.name}: {reason}", backend=self.name, reasons=[reason]
+            )
+        return self._plan(make_buffers(batch, capacity), capacity)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Plan,
+        *,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> AttentionOutput:
+        """Attention of one layer over the planned batch.
+
+        Any strides are accepted except over the last dim, which must be contiguous. Rows of ``q``
+        that belong to no sequence (padding) get the state of no keys.
+
+        Args:
+            q: ``[T, H, D]`` queries, sequence b at ``cu_seqlens_q[b]``.
+            k: ``[Tk, HK, D]``, or a cache ``[num_pages, page_size, HK, D]`` if paged.
+            v: The same with width DV; None takes the first DV lanes of ``k`` (MLA).
+            plan: From this backend's ``plan``, or from one with an equal spec.
+            sinks: ``[H]`` float32: one more key per head, of this logit and value 0. ``o`` and
+                ``lse`` then include it; leave it out of states that will still be merged.
+            alibi_slopes: ``[H]`` float32: bias ``-slope * |i + kv_len - q_len - j|``.
+            mask: Flat bool, True = visible; per sequence ``q_len * kv_len``, row-major.
+            k_scale: For an fp8 cache: float, or float32 ``[]``, ``[1]`` or ``[HK]``; None is 1.
+            v_scale: The same for values.
+            out: ``(o [T, H, DV], lse [T, H] float32)`` to write into, of any strides.
+
+        Returns:
+            ``o [T, H, DV]`` in the query dtype (fp8 queries: bfloat16) and ``lse [T, H]`` float32,
+            natural log. A query that sees no key has ``o = 0`` and ``lse = -inf``.
+
+        Raises:
+            InvalidInputError: An input does not fit the spec or the plan; the message names it.
+        """
+        if plan.backend is not self:
+            self._check_plan(plan)
+        check_qkv(q, k, v, plan)
+        check_extras(plan, sinks, alibi_slopes, mask, k_scale, v_scale)
+        state = None
+        if out is not None:
+            check_out(out, q.shape[0], self.spec, q.device)
+            state = AttentionOutput(*out)
+        fused = self.capabilities.fused_sinks
+        extras = RunExtras(sinks if fused else None, alibi_slopes, mask, k_scale, v_scale)
+        if q.is_cuda and torch.cuda.current_device() != q.device.index:
+            with torch.cuda.device(q.device):
+                result = self._run_or_empty(q, k, v, plan, extras, state)
+        else:
+            result = self._run_or_empty(q, k, v, plan, extras, state)
+        if sinks is not None and not fused:
+            from .merge import apply_sinks
+
+            return apply_sinks(result, sinks, out=state)
+        return result
+
+    def _check_plan(self, plan: Any) -> None:
+        if not isinstance(plan, Plan):
+            raise InvalidInputError.of("plan", type(plan).__name__, "a Plan from this backend")
+        if plan.backend.name != self.name:
+            raise InvalidInputError.of("plan.backend", plan.backend.name, self.name)
+        if plan.spec != self.spec:
+            fix = "plan again with the backend of this layer"
+            raise InvalidInputError.of("plan.spec", plan.spec, f"{self.spec}", fix)
+
+    def _run_or_empty(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Plan,
+        extras: RunExtras,
+        out: AttentionOutput | None,
+    ) -> AttentionOutput:
+        if q.shape[0] and (plan.batch.max_seqlen_k or extras.sinks is not None):
+            return self._run(q, k, v, plan, extras, out)
+        if out is None:  # no query or no key: the identity, without a launch
+            rows, heads, spec = q.shape[0], self.spec.num_heads, self.spec
+            o = torch.empty(rows, heads, spec.dv, dtype=spec.out_dtype, device=q.device)
+            out = AttentionOutput(o, torch.empty(rows, heads, device=q.device))
+        out.o.zero_()
+        out.lse.fill_(float("-inf"))
+        return out
+
+    def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:
+        return Plan(self, batch, capacity)
+
+    @abstractmethod
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Plan,
+        extras: RunExtras,
+        out: AttentionOutput | None,
+    ) -> AttentionOutput:
+        """Compute a checked call with at least one query, on the tensors' device.
+
+        Writes into ``out`` if given; allocates otherwise. Keys beyond ``seqlens_k`` must not be
+        read into the result, and rows of no sequence get ``o = 0``, ``lse = -inf``.
+        """
+
+
+__all__ = ["AttentionBackend", "BackendOptions", "RunExtras"]

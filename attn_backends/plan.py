@@ -1,0 +1,116 @@
+"""What a backend prepares once per step and every layer reuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from .batch import Batch
+from .capacity import Capacity
+from .errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from .backend import AttentionBackend
+
+
+class Plan:
+    """A batch made ready for one backend and one spec.
+
+    Backends subclass it to keep what they computed. Without a capacity a plan serves exactly its
+    batch. With one, it owns fixed buffers: a CUDA graph captured over ``run`` reads them, and
+    ``update`` refills them before a replay.
+
+    Attributes:
+        backend: The backend that made the plan.
+        spec: The spec that backend is bound to.
+        batch: The batch; with a capacity, the fixed buffers, whose host facts are upper bounds.
+        capacity: The bounds, or None.
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, batch: Batch, capacity: Capacity | None = None
+    ) -> None:
+        self.backend = backend
+        self.spec = backend.spec
+        self.batch = batch
+        self.capacity = capacity
+
+    def update(self, batch: Batch) -> None:
+        """Refill the fixed buffers with another batch, before a graph replay.
+
+        Copies on the current stream, without a sync. Lengths may change freely in the capacity.
+
+        Args:
+            batch: The next step's batch, on the same device.
+
+        Raises:
+            InvalidInputError: The plan has no capacity, or the batch exceeds it; nothing changed.
+        """
+        if self.capacity is None:
+            raise InvalidInputError.of("capacity", None, "a Capacity, given to plan()")
+        self.backend.check_batch(batch)
+        check_fits(batch, self.capacity, self.batch.device)
+        fill_buffers(self.batch, batch)
+        self.on_update()
+
+    def on_update(self) -> None:
+        """Hook for backends: recompute what depends on the lengths, into fixed buffers."""
+
+
+def check_fits(batch: Batch, capacity: Capacity, device: torch.device) -> None:
+    """Raise InvalidInputError unless the batch fits the capacity."""
+    if batch.device != device:
+        raise InvalidInputError.of("batch.device", batch.device, f"{device}, as the plan")
+    for name in ("num_seqs", "total_q", "max_seqlen_q", "max_seqlen_k"):
+        got, most = getattr(batch, name), getattr(capacity, name)
+        if got > most:
+            fix = "plan again with a larger capacity"
+            raise InvalidInputError.of(f"batch.{name}", got, f"0..{most}, the capacity", fix)
+
+
+def make_buffers(batch: Batch, capacity: Capacity) -> Batch:
+    """A batch of fixed buffers of the size of the capacity, filled from ``batch``."""
+    check_fits(batch, capacity, batch.device)
+    zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=batch.device)  # noqa: E731
+    num = capacity.num_seqs
+    buffers = replace(
+        batch,
+        cu_seqlens_q=zeros(num + 1),
+        seqlens_k=zeros(num),
+        cu_seqlens_k=None if batch.cu_seqlens_k is None else zeros(num + 1),
+        page_table=None if batch.page_table is None else zeros(num, capacity.max_pages),
+        total_q=capacity.total_q,
+        total_k=0,
+        max_seqlen_q=capacity.max_seqlen_q,
+        max_seqlen_k=capacity.max_seqlen_k,
+        q_lens=None,
+        kv_lens=None,
+        host_page_table=None,
+        mask_indptr=None,
+    )
+    fill_buffers(buffers, batch)
+    return buffers
+
+
+def fill_buffers(buffers: Batch, batch: Batch) -> None:
+    """Copy a batch into fixed buffers; sequences beyond it become empty."""
+    if buffers.is_paged != batch.is_paged:
+        want = "paged" if buffers.is_paged else "ragged"
+        raise InvalidInputError.of("batch", "ragged" if buffers.is_paged else "paged", want)
+    num = batch.num_seqs
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        target, source = getattr(buffers, name), getattr(batch, name)
+        if target is not None:
+            target[: num + 1].copy_(source)
+            target[num + 1 :].copy_(source[-1:].expand(target.shape[0] - num - 1))
+    buffers.seqlens_k[:num].copy_(batch.seqlens_k)
+    buffers.seqlens_k[num:].zero_()
+    if buffers.page_table is not None and batch.page_table is not None:
+        # Columns beyond the capacity hold no visible key; columns beyond the batch are not read.
+        width = min(buffers.page_table.shape[1], batch.page_table.shape[1])
+        buffers.page_table[:num, :width].copy_(batch.page_table[:, :width])
+
+
+__all__ = ["Plan"]
