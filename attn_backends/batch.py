@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Sequence
+from typing import Any, TypeAlias, Union
 
 import torch
 
@@ -13,7 +14,7 @@ from .errors import InvalidInputError
 INDEX_DTYPES = (torch.int32, torch.int64)
 _INT32_MAX = 2**31 - 1
 
-Lengths = "Sequence[int] | torch.Tensor"
+Lengths: TypeAlias = Union[Sequence[int], torch.Tensor]
 
 
 def _host_list(name: str, value: Any) -> list[int]:
@@ -92,14 +93,13 @@ class Batch:
     _page_id_cache: dict[int, tuple[int, int]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         if not isinstance(self.cu_seqlens_q, torch.Tensor):
             got = type(self.cu_seqlens_q).__name__
             raise InvalidInputError.of("cu_seqlens_q", got, "a torch.Tensor, shape [B+1]")
         device = self.cu_seqlens_q.device
         for name in ("cu_seqlens_q", "seqlens_k", "cu_seqlens_k", "page_table"):
             if (value := getattr(self, name)) is not None:
-                put(name, index_tensor(name, value, device))
+                object.__setattr__(self, name, index_tensor(name, value, device))
         if self.cu_seqlens_q.dim() != 1 or self.cu_seqlens_q.shape[0] < 1:
             got = list(self.cu_seqlens_q.shape)
             raise InvalidInputError.of("cu_seqlens_q.shape", got, "[B+1]")
@@ -151,8 +151,10 @@ class Batch:
             return None
         if page_size not in self._page_id_cache:
             table = self.host_page_table
-            used = torch.tensor(self.kv_lens).add_(page_size - 1).div_(
-                page_size, rounding_mode="floor"
+            used = (
+                torch.tensor(self.kv_lens)
+                .add_(page_size - 1)
+                .div_(page_size, rounding_mode="floor")
             )
             seen = table[torch.arange(table.shape[1])[None] < used[:, None]]
             bounds = (int(seen.min()), int(seen.max())) if seen.numel() else (0, -1)
@@ -206,7 +208,10 @@ class Batch:
             starts = _ragged_starts(kv, cu_seqlens_k)
         elif cu_seqlens_k is not None:
             raise InvalidInputError.of("cu_seqlens_k", "given", "None beside a page_table")
-        make = lambda ints: torch.tensor(ints, dtype=torch.int32).to(device)  # noqa: E731
+
+        def make(ints: list[int]) -> torch.Tensor:
+            return torch.tensor(ints, dtype=torch.int32).to(device)
+
         return cls(
             cu_seqlens_q=make([0, *accumulate(q)]),
             seqlens_k=make(kv),

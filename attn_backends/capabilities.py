@@ -160,7 +160,12 @@ class Capabilities:
     def _feature_reasons(self, spec: AttentionSpec) -> Iterator[Reason]:
         asked = {
             "ragged": (spec.page_size is None, "page_size", "None", "a page size"),
-            "paged": (spec.page_size is not None, "page_size", spec.page_size, "None (ragged keys)"),
+            "paged": (
+                spec.page_size is not None,
+                "page_size",
+                spec.page_size,
+                "None (ragged keys)",
+            ),
             "causal": (spec.causal, "causal", True, "False"),
             "bidirectional": (not spec.causal, "causal", False, "True"),
             "window": (spec.window is not None, "window", spec.window, "None"),

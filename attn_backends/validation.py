@@ -28,7 +28,9 @@ def check_batch(batch: Batch, spec: AttentionSpec) -> None:
     if batch.is_paged != (spec.page_size is not None):
         got = "paged" if batch.is_paged else "ragged"
         want = f"spec.page_size={spec.page_size}"
-        raise InvalidInputError.of("batch", got, f"{'ragged' if batch.is_paged else 'paged'}: {want}")
+        raise InvalidInputError.of(
+            "batch", got, f"{'ragged' if batch.is_paged else 'paged'}: {want}"
+        )
     if spec.page_size is not None and batch.page_table is not None and batch.kv_lens is not None:
         room = batch.page_table.shape[1] * spec.page_size
         for i, length in enumerate(batch.kv_lens):
@@ -203,7 +205,9 @@ def check_out(out: Any, rows: int, spec: AttentionSpec, device: torch.device) ->
         got = list(lse.shape) if isinstance(lse, torch.Tensor) else type(lse).__name__
         raise InvalidInputError.of("out.lse.shape", got, f"[{rows}, {spec.num_heads}]")
     if lse.dtype != torch.float32 or lse.device != device:
-        raise InvalidInputError.of("out.lse", f"{lse.dtype} on {lse.device}", f"float32 on {device}")
+        raise InvalidInputError.of(
+            "out.lse", f"{lse.dtype} on {lse.device}", f"float32 on {device}"
+        )
     _check_no_overlap("out.o", o)
     _check_no_overlap("out.lse", lse)
 
