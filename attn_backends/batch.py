@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, TypeAlias, Union
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,7 +14,7 @@ from .errors import InvalidInputError
 INDEX_DTYPES = (torch.int32, torch.int64)
 _INT32_MAX = 2**31 - 1
 
-Lengths: TypeAlias = Union[Sequence[int], torch.Tensor]
+Lengths: TypeAlias = Sequence[int] | torch.Tensor
 
 
 def _host_list(name: str, value: Any) -> list[int]:
@@ -101,8 +101,8 @@ class Batch:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, index_tensor(name, value, device))
         if self.cu_seqlens_q.dim() != 1 or self.cu_seqlens_q.shape[0] < 1:
-            got = list(self.cu_seqlens_q.shape)
-            raise InvalidInputError.of("cu_seqlens_q.shape", got, "[B+1]")
+            shape = list(self.cu_seqlens_q.shape)
+            raise InvalidInputError.of("cu_seqlens_q.shape", shape, "[B+1]")
         self._check_shapes(self.cu_seqlens_q.shape[0] - 1)
         for name in ("total_q", "total_k", "max_seqlen_q", "max_seqlen_k"):
             value = getattr(self, name)

@@ -73,7 +73,10 @@ def check_fits(batch: Batch, capacity: Capacity, device: torch.device) -> None:
 def make_buffers(batch: Batch, capacity: Capacity) -> Batch:
     """A batch of fixed buffers of the size of the capacity, filled from ``batch``."""
     check_fits(batch, capacity, batch.device)
-    zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=batch.device)  # noqa: E731
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=batch.device)
+
     num = capacity.num_seqs
     buffers = replace(
         batch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class AttentionSpec:
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put = partial(object.__setattr__, self)
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             _require_int(name, getattr(self, name), 1)
         if self.num_heads % self.num_kv_heads:

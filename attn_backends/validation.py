@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +56,7 @@ def _check_batch_deep(batch: Batch, spec: AttentionSpec) -> None:
             if host[i] < host[i - 1]:
                 raise InvalidInputError.of(f"{name}[{i}]", host[i], f">= {host[i - 1]}")
     q_starts, kv_lens = batch.cu_seqlens_q.tolist(), batch.seqlens_k.tolist()
-    q_lens = [b - a for a, b in zip(q_starts, q_starts[1:])]
+    q_lens = [b - a for a, b in pairwise(q_starts)]
     bounds = {
         "total_q": (batch.total_q, q_starts[-1]),
         "max_seqlen_q": (batch.max_seqlen_q, max(q_lens, default=0)),
@@ -67,7 +68,7 @@ def _check_batch_deep(batch: Batch, spec: AttentionSpec) -> None:
     rooms: list[int] = []
     if batch.cu_seqlens_k is not None:
         k_starts = batch.cu_seqlens_k.tolist()
-        rooms = [b - a for a, b in zip(k_starts, k_starts[1:])]
+        rooms = [b - a for a, b in pairwise(k_starts)]
     elif batch.page_table is not None and spec.page_size is not None:
         rooms = [batch.page_table.shape[1] * spec.page_size] * batch.num_seqs
     for i, (length, room) in enumerate(zip(kv_lens, rooms)):

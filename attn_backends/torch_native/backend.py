@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -47,7 +47,7 @@ class TorchNativePlan(Plan):
             q_starts, q_lens = [0, *accumulate(batch.q_lens)], list(batch.q_lens)
         else:
             q_starts = batch.cu_seqlens_q.tolist()
-            q_lens = [b - a for a, b in zip(q_starts, q_starts[1:])]
+            q_lens = [b - a for a, b in pairwise(q_starts)]
         kv_lens = batch.seqlens_k.tolist() if batch.kv_lens is None else batch.kv_lens
         k_starts = [0] * len(q_lens)
         if batch.cu_seqlens_k is not None:

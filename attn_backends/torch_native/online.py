@@ -1,9 +1,9 @@
 r"""Attention in one pass over the keys: the online softmax, written out.
 
 A row has scores x_1 .. x_n over the keys it sees, and values v_1 .. v_n. Wanted are
-O = sum_j e^{x_j} v_j / sum_j e^{x_j} and LSE = ln sum_j e^{x_j}. Exponentials of raw scores overflow,
-and the maximum that would tame them is known only at the end. So carry three variables over tiles
-of keys, starting from (m, l, A) = (-inf, 0, 0), and for each tile X:
+O = sum_j e^{x_j} v_j / sum_j e^{x_j} and LSE = ln sum_j e^{x_j}. Exponentials of raw scores
+overflow, and the maximum that would tame them is known only at the end. So carry three variables
+over tiles of keys, starting from (m, l, A) = (-inf, 0, 0), and for each tile X:
 
     m' = max(m, max X)
     a  = exp(m - m')                          in [0, 1]: one rescale per row and tile
@@ -59,10 +59,10 @@ class OnlineState:
         cls, heads: int, rows: int, dv: int, dtype: torch.dtype, device: torch.device
     ) -> OnlineState:
         """The state of no keys."""
-        zeros = lambda *shape: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
         m = torch.full((heads, rows), NEG_INF, dtype=dtype, device=device)
         seen = torch.zeros(rows, dtype=torch.bool, device=device)
-        return cls(m, zeros(heads, rows), zeros(heads, rows, dv), seen)
+        acc = torch.zeros((heads, rows, dv), dtype=dtype, device=device)
+        return cls(m, torch.zeros_like(m), acc, seen)
 
     def step(self, scores: torch.Tensor, visible: torch.Tensor, v: torch.Tensor) -> None:
         """Take in one tile of keys.
@@ -88,11 +88,10 @@ class OnlineState:
         if bool(finite.all()):
             return v
         weights = visible.to(v.dtype).expand(self.m.shape[0], -1, -1)
-        count = lambda kind: _weigh(weights, kind.to(v.dtype)) > 0  # noqa: E731
         found = torch.zeros_like(self.acc)
-        for kind, value in ((v == float("inf"), float("inf")), (v == NEG_INF, NEG_INF)):
-            found += torch.where(count(kind), value, 0.0)
-        found += torch.where(count(torch.isnan(v)), float("nan"), 0.0)
+        kinds = {float("inf"): v == float("inf"), NEG_INF: v == NEG_INF, float("nan"): v.isnan()}
+        for value, where in kinds.items():
+            found += torch.where(_weigh(weights, where.to(v.dtype)) > 0, value, 0.0)
         self.bad = found if self.bad is None else self.bad + found
         return torch.where(finite, v, 0.0)
 
