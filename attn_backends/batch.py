@@ -120,8 +120,8 @@ class Batch:
                 raise InvalidInputError.of(f"{name}.shape", list(value.shape), f"{want}")
         table = self.page_table
         if table is not None and (table.dim() != 2 or table.shape[0] != num_seqs):
-            want = f"[{num_seqs}, max_pages]"
-            raise InvalidInputError.of("page_table.shape", list(table.shape), want)
+            allowed = f"[{num_seqs}, max_pages]"
+            raise InvalidInputError.of("page_table.shape", list(table.shape), allowed)
         if (table is None) == (self.cu_seqlens_k is None):
             given = "both" if table is not None else "neither"
             allowed = "one of page_table (paged) and cu_seqlens_k (ragged)"

@@ -1,0 +1,35 @@
+# make demo: a model generating text through the chosen backend. make test: the whole suite.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Without an NVIDIA driver a CPU build of torch is enough; an unpinned torch would fetch a CUDA
+# build of several gigabytes.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.9' || echo 'torch==2.13.0')
+JOBS ?= 2
+
+.PHONY: demo test lint wheel clean
+
+$(VENV)/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[cli,cuda,transformers,bench,test,dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/attn-backends list
+	$(BIN)/attn-backends generate 'What is attention, in one sentence?' --max-new-tokens 32
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p attn_backends
+
+wheel: $(VENV)/.installed
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
