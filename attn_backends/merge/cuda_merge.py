@@ -1,0 +1,10 @@
+"""The cuda path of the merge."""
+
+from __future__ import annotations
+
+from ..errors import Reason
+
+
+def missing() -> list[Reason]:
+    """Reasons for which this path cannot run here."""
+    return [Reason("cuda", "not part of this build", "the torch path")]

@@ -1,0 +1,185 @@
+"""Which implementation merges a call, and why: ``cuda``, ``triton`` or ``torch``.
+
+The choice is a value. ``cuda`` needs 16-byte vectors: a float32, float16 or bfloat16 input whose
+head dim, strides and pointers are whole vectors. ``triton`` takes any of them on a GPU. ``torch``
+takes everything, anywhere. The first without a reason against it is chosen; a path asked for by
+name is taken or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Callable, NamedTuple, Sequence
+
+import torch
+
+from ..errors import InvalidInputError, Reason, UnsupportedCallError
+
+PATHS = ("cuda", "triton", "torch")
+VECTOR_BYTES = 16
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FP8_CAPABILITY = (8, 9)  # first with float8_e4m3fn conversions
+
+#: Path taken where a call names none; None chooses by the predicate. Configuration sets it.
+default_path: ContextVar[str | None] = ContextVar("attn_backends_merge_path", default=None)
+
+
+class MergePath(NamedTuple):
+    """The path that a merge takes, with the reason for it.
+
+    Attributes:
+        path: ``"cuda"``, ``"triton"`` or ``"torch"``.
+        reason: Why this one, and why none before it.
+    """
+
+    path: str
+    reason: str
+
+
+class MergeFacts(NamedTuple):
+    """What the choice depends on.
+
+    Attributes:
+        device: Where the tensors are.
+        dtype: Of the inputs' ``o``.
+        out_dtype: Of the result's ``o``.
+        head_dim: DV.
+        vector_fault: Why 16-byte access is impossible, or None.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    head_dim: int
+    vector_fault: Reason | None
+
+
+def vector_elements(dtype: torch.dtype) -> int:
+    """Elements in 16 bytes."""
+    return VECTOR_BYTES // dtype.itemsize
+
+
+def vector_fault(named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Reason | None:
+    """The first stride or pointer that rules out whole vectors of ``dtype``, or None.
+
+    Args:
+        named: Outputs ``[..., H, DV]`` with their argument names; those of another dtype than
+            ``dtype`` (a narrower result) hold the same number of elements per vector.
+        dtype: Of the inputs.
+    """
+    width = vector_elements(dtype)
+    for name, o in named:
+        for dim in range(o.dim() - 1):
+            if o.shape[dim] > 1 and o.stride(dim) % width:
+                want = f"multiples of {width} for {_short(dtype)}"
+                return Reason(f"{name}.stride({dim})", str(o.stride(dim)), want)
+        size = width * o.dtype.itemsize
+        if o.numel() and o.data_ptr() % size:
+            got = f"{o.data_ptr() % size} bytes past a vector"
+            return Reason(f"{name}.data_ptr()", got, f"multiples of {size} bytes")
+    return None
+
+
+def choose(facts: MergeFacts, path: str | None) -> MergePath:
+    """Choose the path for ``facts``, or check the one asked for.
+
+    Raises:
+        InvalidInputError: ``path`` is no path's name.
+        UnsupportedCallError: The path asked for cannot do this merge.
+    """
+    if path is None:
+        path = default_path.get()
+    if path is None:
+        return _first_without_reason(facts)
+    if path not in PATHS:
+        raise InvalidInputError.of("path", repr(path), "None, " + ", ".join(map(repr, PATHS)))
+    reasons = _REASONS[path](facts)
+    if reasons:
+        text = "; ".join(map(str, reasons))
+        message = f"merge path {path!r} cannot do this call: {text}"
+        raise UnsupportedCallError(message, backend=f"merge:{path}", reasons=reasons)
+    return MergePath(path, "asked for")
+
+
+def _first_without_reason(facts: MergeFacts) -> MergePath:
+    passed = []
+    for path in PATHS:
+        reasons = _REASONS[path](facts)
+        if not reasons:
+            why = f"{_short(facts.dtype)} head_dim={facts.head_dim} on {facts.device.type}"
+            return MergePath(path, "; ".join([why, *passed]))
+        passed.append(f"not {path}: {reasons[0]}")
+    raise AssertionError("the torch path takes every call")
+
+
+def _cuda_reasons(facts: MergeFacts) -> list[Reason]:
+    from . import cuda_merge
+
+    if facts.device.type != "cuda":
+        return [Reason("device", facts.device.type, "cuda")]
+    reasons = cuda_merge.missing()
+    reasons += _dtype_reasons(facts)
+    if facts.dtype in KERNEL_DTYPES:
+        width = vector_elements(facts.dtype)
+        if facts.head_dim % width:
+            want = f"multiples of {width} for {_short(facts.dtype)}"
+            reasons.append(Reason("head_dim", str(facts.head_dim), want))
+        elif facts.vector_fault is not None:
+            reasons.append(facts.vector_fault)
+    return reasons
+
+
+def _triton_reasons(facts: MergeFacts) -> list[Reason]:
+    from . import triton_merge
+
+    interpreted = triton_merge.interpreted()
+    if facts.device.type != "cuda" and not (interpreted and facts.device.type == "cpu"):
+        return [Reason("device", facts.device.type, "cuda, or cpu under TRITON_INTERPRET=1")]
+    reasons = triton_merge.missing()
+    reasons += _dtype_reasons(facts)
+    if interpreted:
+        if torch.bfloat16 in (facts.dtype, facts.out_dtype):
+            # The interpreter keeps bfloat16 as integers and multiplies bit patterns.
+            reasons.append(Reason("dtype", "bfloat16", "float32, float16 in Triton's interpreter"))
+        if facts.out_dtype == torch.float8_e4m3fn:
+            want = "float32, float16 in Triton's interpreter"
+            reasons.append(Reason("out.o.dtype", "float8_e4m3fn", want))
+    return reasons
+
+
+def _torch_reasons(facts: MergeFacts) -> list[Reason]:
+    return []
+
+
+def _dtype_reasons(facts: MergeFacts) -> list[Reason]:
+    reasons = []
+    if facts.dtype not in KERNEL_DTYPES:
+        reasons.append(Reason("dtype", _short(facts.dtype), ", ".join(map(_short, KERNEL_DTYPES))))
+    if facts.out_dtype == torch.float8_e4m3fn and facts.device.type == "cuda":
+        capability = torch.cuda.get_device_capability(facts.device)
+        if capability < FP8_CAPABILITY:
+            got = f"{capability[0]}.{capability[1]}"
+            reasons.append(Reason("compute_capability", got, ">= 8.9 for float8_e4m3fn"))
+    return reasons
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_REASONS: dict[str, Callable[[MergeFacts], list[Reason]]] = {
+    "cuda": _cuda_reasons,
+    "triton": _triton_reasons,
+    "torch": _torch_reasons,
+}
+
+__all__ = [
+    "KERNEL_DTYPES",
+    "PATHS",
+    "MergeFacts",
+    "MergePath",
+    "choose",
+    "default_path",
+    "vector_elements",
+    "vector_fault",
+]

@@ -1,0 +1,203 @@
+"""Merging n states in one pass: from a checked call to a launch.
+
+States come stacked, ``(o [n, T, H, DV], lse [n, T, H])``, or as a sequence of separate pairs. A
+short sequence is read where it lies; a long one is stacked first, which the kernels' single pass
+still repays. As for pairs, what layouts decide is decided once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Sequence
+
+import torch
+
+from ..errors import InvalidInputError
+from ..output import AttentionOutput
+from . import checks, dispatch, pair, torch_merge
+from .dispatch import MergePath
+
+MAX_SEPARATE = 8  # states that kernels take as separate pointers
+
+#: ``o`` and ``lse`` of all states: one stacked tensor each, or a tuple each.
+Stack = "torch.Tensor | tuple[torch.Tensor, ...]"
+
+
+class ManyPlan(NamedTuple):
+    """What an n-way call with known layouts needs; see ``PairPlan``."""
+
+    path: MergePath
+    launch: Callable[..., None] | None  # launch(os, lses, counts, out_o, out_lse)
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+_PLANS: dict[Any, ManyPlan] = {}
+
+
+def merge(states: Any, out: Any, path: str | None, counts: Any) -> AttentionOutput:
+    """Merge any number of states. See ``merge_states``."""
+    os, lses = split_states(states)
+    if torch.compiler.is_compiling() or type(os[0]) is not torch.Tensor:
+        from . import ops
+
+        return ops.merge_many(os, lses, out, path, counts)
+    if isinstance(os, tuple):
+        check_separate_counts(counts)
+        return merge_separate(os, lses, out, path)
+    return merge_eager(os, lses, out, path, counts)
+
+
+def merge_separate(os: Any, lses: Any, out: Any, path: str | None) -> AttentionOutput:
+    """Merge separate states on real tensors; two of them are a pair."""
+    if len(os) == 2:
+        return pair.merge_eager(os[0], lses[0], os[1], lses[1], out, path, None, None)
+    return merge_eager(os, lses, out, path, None)
+
+
+def check_separate_counts(counts: Any) -> None:
+    """Raise InvalidInputError if ``counts`` comes with separate states."""
+    if counts is not None:
+        fix = "stack the states: (o [n, T, H, DV], lse [n, T, H])"
+        raise InvalidInputError.of("counts", "given", "None for separate states", fix)
+
+
+def split_states(states: Any) -> tuple[Any, Any]:
+    """Outputs and LSEs of ``states``: two stacked tensors, or two tuples of equal length.
+
+    Raises:
+        InvalidInputError: ``states`` is neither form, or holds no state.
+    """
+    allowed = "a sequence of (o [T, H, DV], lse [T, H]), or one (o [n, T, H, DV], lse [n, T, H])"
+    if not isinstance(states, (tuple, list)):
+        raise InvalidInputError.of("states", type(states).__name__, allowed)
+    if len(states) == 2 and all(isinstance(x, torch.Tensor) for x in states):
+        os, lses = states
+        if os.dim() != 4:
+            raise InvalidInputError.of("states[0].shape", list(os.shape), "[n, T, H, DV]")
+        if not os.shape[0]:
+            raise InvalidInputError.of("states", "0 states", "at least 1")
+        return os, lses
+    if not states:
+        raise InvalidInputError.of("states", "0 states", "at least 1")
+    for i, state in enumerate(states):
+        if not isinstance(state, (tuple, list)) or len(state) != 2:
+            raise InvalidInputError.of(f"states[{i}]", type(state).__name__, "a pair (o, lse)")
+    return tuple(o for o, _ in states), tuple(lse for _, lse in states)
+
+
+def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> AttentionOutput:
+    """``merge`` on real tensors, without the dispatcher."""
+    if path is None:
+        path = dispatch.default_path.get()
+    try:
+        key, pointers = _key(os, lses, out, counts)
+        key = (key, pointers & 15, path)
+        plan = _PLANS.get(key)
+    except (AttributeError, TypeError, ValueError):  # something is no tensor: the checks name it
+        plan = key = None
+    if plan is None or (torch.is_grad_enabled() and _requires_grad(os, lses, out)):
+        plan = _make_plan(os, lses, out, path, counts)
+        if len(_PLANS) >= pair.MAX_PLANS:
+            _PLANS.clear()
+        if key is not None:
+            _PLANS[key] = plan
+    if out is None:
+        device = os[0].device
+        o = torch.empty(plan.shape, dtype=plan.dtype, device=device)
+        lse = torch.empty(plan.shape[:2], dtype=torch.float32, device=device)
+    else:
+        o, lse = out
+        _check_overlap(os, lses, o, lse)
+    if plan.launch is not None:
+        plan.launch(os, lses, counts, o, lse)
+    return AttentionOutput(o, lse)
+
+
+def check_many(os: Any, lses: Any, out: Any, counts: Any) -> None:
+    """Raise InvalidInputError unless the layouts of an n-way merge fit together."""
+    if isinstance(os, tuple):
+        checks.check_states([(f"[{i}]", o, lse) for i, (o, lse) in enumerate(zip(os, lses))])
+    else:
+        checks.check_states([("", os, lses)], rank=4)
+    shape = os[0].shape
+    if counts is not None:
+        checks.check_counts(counts, shape[0], os[0].device)
+    if out is not None:
+        checks.check_out(out, os[0], shape, False)
+
+
+def _make_plan(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> ManyPlan:
+    check_many(os, lses, out, counts)
+    first = os[0]
+    out_o, out_lse = (None, None) if out is None else out
+    dtype = first.dtype if out is None else out_o.dtype
+    choice = dispatch.choose(_facts(os, out_o, dtype), path)
+    launch: Callable[..., None] | None = None
+    if first.shape[0] and first.shape[1]:
+        launch = _launcher(choice.path, os, lses, counts, out_o, out_lse, dtype)
+    return ManyPlan(choice, launch, first.shape, dtype)
+
+
+def _launcher(path: str, os: Any, lses: Any, *rest: Any) -> Callable[..., None]:
+    if path == "torch":
+        return torch_merge.merge_many
+    if path == "triton":
+        from . import triton_merge as module
+    else:
+        from . import cuda_merge as module  # type: ignore[no-redef]
+    if isinstance(os, torch.Tensor):
+        return module.prepare_stacked(os, lses, *rest)
+    if len(os) <= MAX_SEPARATE and _same_layouts(os) and _same_layouts(lses):
+        return module.prepare_separate(os, lses, *rest)
+    stacked = module.prepare_stacked(torch.stack(os), torch.stack(lses), *rest)
+
+    def launch(os: Any, lses: Any, counts: Any, o: Any, lse: Any) -> None:
+        stacked(torch.stack(os), torch.stack(lses), counts, o, lse)
+
+    return launch
+
+
+def _facts(os: Any, out_o: Any, dtype: torch.dtype) -> dispatch.MergeFacts:
+    if isinstance(os, torch.Tensor):
+        return pair.facts([("o", os)], out_o, dtype)
+    named = [(f"o[{i}]", o) for i, o in enumerate(os)]
+    return pair.facts(named, out_o, dtype)
+
+
+def _same_layouts(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(x.stride() == tensors[0].stride() for x in tensors[1:])
+
+
+def _key(os: Any, lses: Any, out: Any, counts: Any) -> tuple[Any, int]:
+    layout = pair.layout
+    if isinstance(os, torch.Tensor):
+        key: Any = (layout(os), layout(lses), None if counts is None else layout(counts))
+        pointers = os.data_ptr()
+    else:
+        key = (tuple(map(layout, os)), tuple(map(layout, lses)), counts is None)
+        pointers = 0
+        for o in os:
+            pointers |= o.data_ptr()
+    if out is not None:
+        out_o, out_lse = out
+        key = (key, layout(out_o), layout(out_lse))
+        pointers |= out_o.data_ptr()
+    return key, pointers
+
+
+def _requires_grad(os: Any, lses: Any, out: Any) -> bool:
+    groups = ((x,) if isinstance(x, torch.Tensor) else x for x in (os, lses, out or ()))
+    return any(x.requires_grad for group in groups for x in group)
+
+
+def _check_overlap(os: Any, lses: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """Outputs may be one of the states exactly, whether separate or a slice of the stack."""
+    outputs = (("out.o", o), ("out.lse", lse))
+    named = [("o", os), ("lse", lses)]
+    if isinstance(os, tuple) or any(checks.ranges_meet(x, y) for _, x in outputs for _, y in named):
+        named = [(f"o[{i}]", x) for i, x in enumerate(os)]
+        named += [(f"lse[{i}]", x) for i, x in enumerate(lses)]
+    checks.check_overlap(outputs, named)
+
+
+__all__ = ["ManyPlan", "check_many", "merge", "merge_eager", "split_states"]
