@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,43 @@ def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", prose):
         if not target.startswith(("http://", "https://")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_capability_table_is_what_the_backends_declare() -> None:
+    from attn_backends.cli.capability_table import rewrite
+
+    text = (ROOT / "README.md").read_text()
+    assert rewrite(text) == text, "run python -m attn_backends.cli.capability_table README.md"
+
+
+def test_environment_page_lists_every_variable() -> None:
+    from attn_backends.environment import PREFIX, VARIABLES
+
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/environment.md").read_text(), re.M)
+    assert rows == [(PREFIX + name, text) for name, text in VARIABLES.items()]
+
+
+README_COMMANDS = [
+    line.strip()
+    for body in blocks(ROOT / "README.md", "")
+    for line in body.splitlines()
+    if line.strip().startswith("attn-backends ")
+]
+
+
+@pytest.mark.parametrize("line", [line for line in README_COMMANDS if " generate " not in line])
+def test_readme_commands_run(line: str) -> None:
+    """``generate`` fetches a model; ``make demo`` runs it."""
+    from typer.testing import CliRunner
+
+    from attn_backends.cli.app import build_app
+
+    result = CliRunner().invoke(build_app(), shlex.split(line)[1:])
+    assert result.exit_code == 0, result.output
+
+
+def test_readme_commands_are_found() -> None:
+    assert len(README_COMMANDS) >= 5
+    makefile = (ROOT / "Makefile").read_text()
+    for target in ("demo", "test"):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)

@@ -1,0 +1,231 @@
+"""Cascade attention: keys that several sequences share are read once, and the states merged.
+
+Level 0 holds the keys that most sequences share, the last level each sequence's own suffix. At each
+level the queries of a group are one long sequence over the group's keys, so shared keys are loaded
+once per group and not once per sequence. The states of all levels are over disjoint keys; one n-way
+merge gives attention over their union. Sinks enter once, after the merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .backend import AttentionBackend
+from .batch import Batch
+from .capacity import Capacity
+from .errors import InvalidInputError, Reason, UnsupportedCallError
+from .merge import apply_sinks, merge_states
+from .output import AttentionOutput
+from .plan import Plan
+from .registry import select
+from .spec import AttentionSpec
+
+
+def level_specs(spec: AttentionSpec, levels: int) -> list[AttentionSpec]:
+    """The spec of each level: shared keys lie before every query, so only the last is causal.
+
+    Raises:
+        UnsupportedCallError: The spec needs a query's distance to shared keys, which the position
+            inside a group does not tell.
+    """
+    reasons = []
+    if spec.window is not None:
+        reasons.append(Reason("window", str(spec.window), "None", "run without a cascade"))
+    if spec.has_alibi:
+        reasons.append(Reason("has_alibi", "True", "False", "run without a cascade"))
+    if reasons and levels > 1:
+        text = "; ".join(map(str, reasons))
+        raise UnsupportedCallError(f"cascade cannot do this call: {text}", reasons=reasons)
+    shared = replace(spec, causal=False, has_mask=False)
+    return [shared] * (levels - 1) + [spec]
+
+
+class CascadePlan:
+    """The plans of all levels; made once per step, reused by every layer.
+
+    Attributes:
+        levels: Backend and plan of each level, most shared first.
+    """
+
+    def __init__(self, levels: Sequence[tuple[AttentionBackend, Plan]]) -> None:
+        self.levels = tuple(levels)
+
+    def update(self, batches: Sequence[Batch]) -> None:
+        """Refill the fixed buffers of every level before a graph replay.
+
+        Args:
+            batches: One batch per level, within each level's capacity.
+
+        Raises:
+            InvalidInputError: Another number of levels, or a batch that exceeds its capacity.
+        """
+        _check_levels(batches, len(self.levels))
+        for (_, plan), batch in zip(self.levels, batches):
+            plan.update(batch)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | Sequence[torch.Tensor],
+        v: torch.Tensor | Sequence[torch.Tensor | None] | None,
+        *,
+        sinks: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        k_scale: float | torch.Tensor | None = None,
+        v_scale: float | torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> AttentionOutput:
+        """Attention of one layer over the keys of all levels.
+
+        Args:
+            q: ``[T, H, D]``, the same queries at every level.
+            k: The cache that all levels share, or one tensor per level.
+            v: As ``k``; None takes the first DV lanes of ``k``.
+            sinks: ``[H]`` float32, merged once at the end.
+            mask: Flat bool over the last level's own keys, if the spec has a mask.
+            k_scale: For fp8 caches, as in ``AttentionBackend.run``.
+            v_scale: The same for values.
+            out: ``(o, lse)`` to write into.
+
+        Returns:
+            The state over all levels' keys, ``o [T, H, DV]`` and ``lse [T, H]``.
+
+        Raises:
+            InvalidInputError: An input does not fit its level; the message names it.
+        """
+        count = len(self.levels)
+        keys, values = _per_level("k", k, count), _per_level("v", v, count)
+        scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+        states = []
+        for i, (backend, plan) in enumerate(self.levels):
+            own = {"mask": mask} if i == count - 1 else {}
+            states.append(backend.run(q, keys[i], values[i], plan, **scales, **own))
+        merged = merge_states(states, out=out)
+        return merged if sinks is None else apply_sinks(merged, sinks, out=out)
+
+
+def plan_cascade(
+    spec: AttentionSpec,
+    batches: Sequence[Batch],
+    *,
+    backend: str | Sequence[str] | None = None,
+    capacities: Sequence[Capacity] | None = None,
+) -> CascadePlan:
+    """Plan attention over several levels of keys.
+
+    Args:
+        spec: What the layer fixes; causality and mask apply at the last level.
+        batches: One batch per level, most shared first. Every level covers the same T queries:
+            at a shared level a sequence is a group, its ``q_len`` the group's queries together.
+        backend: One name for all levels, one per level, or None to choose each.
+        capacities: One per level, to capture a CUDA graph.
+
+    Returns:
+        A plan whose ``run`` serves every layer with this spec.
+
+    Raises:
+        InvalidInputError: Levels disagree about the number of queries.
+        UnsupportedCallError: The spec has a window or ALiBi.
+    """
+    _check_levels(batches, None)
+    count = len(batches)
+    names = [backend] * count if backend is None or isinstance(backend, str) else list(backend)
+    if len(names) != count:
+        raise InvalidInputError.of("backend", f"{len(names)} names", f"1 or {count}, the levels")
+    if capacities is not None and len(capacities) != count:
+        raise InvalidInputError.of("capacities", len(capacities), f"{count}, the levels")
+    levels = []
+    for i, level in enumerate(level_specs(spec, count)):
+        batch = batches[i]
+        phase = "decode" if batch.max_seqlen_q <= 1 else "prefill"
+        chosen = select(level, phase=phase, device=batch.device, backend=names[i]).backend
+        plan = chosen.plan(batch, None if capacities is None else capacities[i])
+        levels.append((chosen, plan))
+    return CascadePlan(levels)
+
+
+def cascade_attention(
+    q: torch.Tensor,
+    k: torch.Tensor | Sequence[torch.Tensor],
+    v: torch.Tensor | Sequence[torch.Tensor | None] | None,
+    batches: Sequence[Batch],
+    *,
+    causal: bool = True,
+    softcap: float | None = None,
+    sm_scale: float | None = None,
+    head_dim_v: int | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    backend: str | Sequence[str] | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> AttentionOutput:
+    """Attention over shared and own keys in one call.
+
+    Args:
+        q: ``[T, H, D]``.
+        k: One paged cache ``[num_pages, page_size, HK, D]`` for all levels, or one tensor per
+            level (all paged or all ragged).
+        v: As ``k``; None takes the first ``head_dim_v`` lanes of ``k``.
+        batches: One per level, most shared first; see ``plan_cascade`` and ``split_prefixes``.
+        causal: Whether the last level is causal; shared keys are seen by every query.
+        softcap: c in ``c * tanh(s / c)``, or None.
+        sm_scale: Factor on ``q . k``; None is ``1 / sqrt(D)``.
+        head_dim_v: DV, if ``v`` is None.
+        sinks: ``[H]`` float32, merged once at the end.
+        k_scale: For fp8 caches.
+        v_scale: For fp8 caches.
+        backend: One name, one per level, or None.
+        out: ``(o, lse)`` to write into.
+
+    Returns:
+        The state over all keys, ``o [T, H, DV]`` and ``lse [T, H]``.
+
+    Raises:
+        InvalidInputError: An input is malformed; the message names it.
+    """
+    _check_levels(batches, None)
+    first_k, first_v = _per_level("k", k, len(batches))[0], _per_level("v", v, len(batches))[0]
+    for name, x in (("q", q), ("k", first_k)):
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+            raise InvalidInputError.of(name, getattr(x, "shape", type(x).__name__), "[.., H, D]")
+    spec = AttentionSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=first_k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=head_dim_v if first_v is None else first_v.shape[-1],
+        dtype=q.dtype,
+        kv_dtype=first_k.dtype,
+        page_size=first_k.shape[1] if batches[0].is_paged else None,
+        causal=causal,
+        softcap=softcap,
+        sm_scale=sm_scale,
+    )
+    plan = plan_cascade(spec, batches, backend=backend)
+    return plan.run(q, k, v, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out)
+
+
+def _check_levels(batches: Sequence[Batch], count: int | None) -> None:
+    if not batches or (count is not None and len(batches) != count):
+        want = "at least 1" if count is None else str(count)
+        raise InvalidInputError.of("batches", f"{len(batches)} levels", f"{want}")
+    for i, batch in enumerate(batches):
+        if batch.q_lens is not None and batches[0].q_lens is not None:
+            if batch.total_q != batches[0].total_q:
+                allowed = f"{batches[0].total_q}, as batches[0]"
+                raise InvalidInputError.of(f"batches[{i}].total_q", batch.total_q, allowed)
+
+
+def _per_level(name: str, value: Any, count: int) -> Sequence[Any]:
+    if value is None or isinstance(value, torch.Tensor):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidInputError.of(name, f"{len(value)} tensors", f"1 or {count}, the levels")
+    return value
+
+
+__all__ = ["CascadePlan", "cascade_attention", "level_specs", "plan_cascade"]

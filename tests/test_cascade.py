@@ -1,0 +1,157 @@
+"""Cascade: shared keys once, own keys apart, one merge; equal to one pass over all keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attn_backends as ab
+from attn_backends.cascade import cascade_attention, plan_cascade
+from attn_backends.prefixes import (
+    CascadeEstimate,
+    estimate_cascade,
+    find_prefix_groups,
+    split_prefixes,
+)
+
+PAGE = 4
+
+
+def spec_of(**kwargs) -> ab.AttentionSpec:
+    defaults = dict(num_heads=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, page_size=PAGE)
+    return ab.AttentionSpec(**{**defaults, **kwargs})
+
+
+def whole(spec, q, k, v, batch, **kwargs) -> ab.AttentionOutput:
+    backend = ab.select(spec, phase="prefill", backend="torch_native").backend
+    return backend.run(q, k, v, backend.plan(batch), **kwargs)
+
+
+def tree_batch(q_lens, kv_lens, shared_pages, branch_pages=()) -> ab.Batch:
+    """Sequences that share ``shared_pages`` pages; pairs of them share ``branch_pages`` more."""
+    own = 100
+    rows = []
+    for b, kv in enumerate(kv_lens):
+        row = list(range(shared_pages))
+        row += [50 + 10 * (b // 2) + i for i in range(branch_pages[b // 2] if branch_pages else 0)]
+        while len(row) * PAGE < kv:
+            row.append(own)
+            own += 1
+        rows.append(row)
+    width = max(map(len, rows))
+    table = [row + [-1] * (width - len(row)) for row in rows]
+    return ab.Batch.from_lengths(q_lens, kv_lens, page_table=table)
+
+
+def cache(dim: int, heads: int = 2) -> torch.Tensor:
+    return torch.randn(160, PAGE, heads, dim, generator=torch.Generator().manual_seed(dim))
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("q_lens", [[1, 1, 1, 1], [3, 1, 0, 2]])
+def test_cascade_equals_one_pass_over_all_keys(levels: int, q_lens: list[int]) -> None:
+    kv_lens = [24, 21, 30, 25]
+    batch = tree_batch(q_lens, kv_lens, shared_pages=3, branch_pages=(1, 2))
+    spec = spec_of(softcap=20.0)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(sum(q_lens), 4, 16), cache(16), cache(16) + 1
+    parts = split_prefixes(batch, PAGE, levels)
+    assert len(parts) == levels
+    want = whole(spec, q, k, v, batch)
+    got = cascade_attention(q, k, v, parts, softcap=20.0, backend="torch_native")
+    torch.testing.assert_close(got.o, want.o, atol=2e-6, rtol=0)
+    torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=0)
+
+
+def test_sinks_enter_once_whatever_the_number_of_levels() -> None:
+    batch = tree_batch([1, 1], [17, 19], shared_pages=3)
+    torch.manual_seed(1)
+    q, k, v, sinks = torch.randn(2, 4, 16), cache(16), cache(16), torch.randn(4)
+    want = whole(spec_of(), q, k, v, batch, sinks=sinks)
+    got = cascade_attention(q, k, v, split_prefixes(batch, PAGE), sinks=sinks)
+    torch.testing.assert_close(got.o, want.o, atol=2e-6, rtol=0)
+    torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=0)
+
+
+def test_shared_pages_end_before_the_first_query_of_the_group() -> None:
+    # 8 keys, 6 of them new: only one whole page lies before every query.
+    batch = ab.Batch.from_lengths([6, 1], [10, 9], page_table=[[0, 1, 2], [0, 1, 3]])
+    ((group,),) = find_prefix_groups(batch, PAGE)
+    assert (group.first, group.stop, group.pages) == (0, 2, 1)
+
+
+def test_sequences_that_share_nothing_stay_one_level() -> None:
+    batch = ab.Batch.from_lengths([1, 1], [9, 9], page_table=[[0, 1, 2], [3, 4, 5]])
+    assert split_prefixes(batch, PAGE) == [batch]
+
+
+def test_a_group_without_a_prefix_beside_one_that_has_it_is_exact() -> None:
+    table = [[0, 1, 2], [0, 1, 3], [7, 8, 9]]
+    batch = ab.Batch.from_lengths([1, 1, 1], [9, 12, 0], page_table=table)
+    v = torch.arange(160.0 * PAGE).view(160, PAGE, 1, 1).expand(160, PAGE, 2, 16).contiguous()
+    parts = split_prefixes(batch, PAGE)
+    got = cascade_attention(torch.zeros(3, 4, 16), cache(16), v, parts)
+    assert torch.allclose(got.lse[:, 0], torch.tensor([math.log(9), math.log(12), -math.inf]))
+    assert torch.allclose(got.o[0], torch.tensor(sum(range(9)) / 9))
+    assert not got.o[2].any()
+
+
+def test_window_and_alibi_are_refused_with_their_reason() -> None:
+    batch = tree_batch([1, 1], [17, 19], shared_pages=3)
+    parts = split_prefixes(batch, PAGE)
+    for extra, name in ((dict(window=(3, 0)), "window"), (dict(has_alibi=True), "has_alibi")):
+        with pytest.raises(ab.UnsupportedCallError, match=name):
+            plan_cascade(spec_of(**extra), parts)
+
+
+def test_levels_over_different_queries_are_refused() -> None:
+    one = ab.Batch.from_lengths([2], [4], page_table=[[0]])
+    two = ab.Batch.from_lengths([1], [4], page_table=[[0]])
+    with pytest.raises(ab.InvalidInputError, match=r"batches\[1\].total_q=1"):
+        plan_cascade(spec_of(), [one, two])
+
+
+def test_output_is_written_into_the_given_views() -> None:
+    batch = tree_batch([1, 1], [17, 19], shared_pages=3)
+    torch.manual_seed(2)
+    q, k = torch.randn(2, 4, 16), cache(16)
+    room = torch.full((2, 4, 20), 7.0)
+    lse = torch.full((4, 2), 7.0).T
+    parts = split_prefixes(batch, PAGE)
+    got = cascade_attention(q, k, k, parts, out=(room[..., :16], lse))
+    want = cascade_attention(q, k, k, parts)
+    assert torch.equal(room[..., :16], want.o) and torch.equal(lse, want.lse)
+    assert torch.equal(room[..., 16:], torch.full((2, 4, 4), 7.0)) and got.lse is lse
+
+
+def test_estimate_counts_the_keys_not_read_again() -> None:
+    batch = tree_batch([1] * 4, [20] * 4, shared_pages=3)
+    spec = spec_of(dtype=torch.float16)
+    groups = find_prefix_groups(batch, PAGE)
+    estimate = estimate_cascade(spec, batch, groups)
+    assert estimate.bytes_saved == 3 * 3 * PAGE * 2 * (16 + 16) * 2
+    assert not estimate.pays  # tiny keys never repay two launches
+    assert CascadeEstimate(2, 1).pays
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_levels_cover_each_key_exactly_once(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 6))
+    q_lens = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    extra = data.draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
+    kv_lens = [q + e for q, e in zip(q_lens, extra)]
+    ids = st.lists(st.integers(0, 3), min_size=6, max_size=6)
+    table = data.draw(st.lists(ids, min_size=count, max_size=count))
+    batch = ab.Batch.from_lengths(q_lens, kv_lens, page_table=table)
+    parts = split_prefixes(batch, PAGE, data.draw(st.integers(1, 4)))
+    k, q = cache(16), torch.zeros(sum(q_lens), 4, 16)
+    v = torch.arange(160.0 * PAGE).view(160, PAGE, 1, 1).expand(160, PAGE, 2, 16).contiguous()
+    got = cascade_attention(q, k, v, parts, backend="torch_native")
+    want = whole(spec_of(), q, k, v, batch)
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-6, rtol=0)
+    torch.testing.assert_close(got.o, want.o, atol=1e-5, rtol=1e-6)
