@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 from .errors import Reason
@@ -74,7 +74,19 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-@lru_cache(maxsize=None)
+_broken: set[str] = set()
+
+
+@cache
+def _probe(
+    module: str, attribute: str | None, min_version: str | None, distribution: str | None
+) -> Probe:
+    result = _import(module, attribute, min_version, distribution)
+    if result.broken:
+        _broken.add(module)
+    return result
+
+
 def probe(
     module: str,
     *,
@@ -93,6 +105,12 @@ def probe(
     Returns:
         The probe; ``probe(...).module`` is None if anything is missing.
     """
+    return _probe(module, attribute, min_version, distribution)
+
+
+def _import(
+    module: str, attribute: str | None, min_version: str | None, distribution: str | None
+) -> Probe:
     want = "installed" if min_version is None else f">={min_version}"
     version = installed_version(distribution or module.split(".")[0])
     try:
@@ -123,6 +141,17 @@ def probe(
     return Probe(module, loaded if problem is None else None, version, problem, True, want)
 
 
+def forget_probes() -> None:
+    """Probe again when next asked; for tests, and after an installation in a running process."""
+    _probe.cache_clear()
+    _broken.clear()
+
+
+def is_broken(module: str) -> bool:
+    """Whether a probe of this process found the module installed and yet unusable."""
+    return module in _broken
+
+
 def _is_part(name: str | None, module: str) -> bool:
     """Whether ``name`` is ``module`` or a package above it, rather than one of its imports."""
     return name is not None and (module == name or module.startswith(name + "."))
@@ -132,4 +161,4 @@ def _torch() -> str:
     return f"torch {installed_version('torch') or 'unknown'}"
 
 
-__all__ = ["Probe", "installed_version", "probe", "version_tuple"]
+__all__ = ["Probe", "forget_probes", "installed_version", "is_broken", "probe", "version_tuple"]

@@ -1,0 +1,169 @@
+"""The ``ATTN_BACKENDS_*`` variables: which exist, their raw values, and what they mean.
+
+Reading them is split in two. ``snapshot`` gives the raw values in well under a microsecond and is
+part of the key of every cache, so that a change between two calls is always seen. ``read`` parses
+them, and runs only when the snapshot changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import warnings
+from typing import Any
+
+from .errors import InvalidInputError
+
+PREFIX = "ATTN_BACKENDS_"
+
+#: Every variable and what it does; docs and warnings are made from this table.
+VARIABLES = {
+    "BACKEND": "Backend of both phases: a name, or auto.",
+    "PREFILL": "Backend of prefill; goes before BACKEND.",
+    "DECODE": "Backend of decode; goes before BACKEND.",
+    "ALLOW": "Comma-separated names: no other backend may be used.",
+    "DENY": "Comma-separated names that may not be used.",
+    "BATCH_INVARIANT": "1 or 0: results must not depend on batch mates, bit by bit.",
+    "MERGE": "Path of merges: auto, cuda, triton or torch.",
+    "TUNING_FILE": "Measured ranking, as `attn-backends tune` writes it.",
+    "CONFIG": "A configuration file (YAML, TOML or JSON); single variables go before it.",
+    "PLUGINS": "Comma-separated plugins that may be loaded, or none; unset allows all.",
+    "VALIDATE": "1 checks device tensors too, with a sync.",
+    "LOG": "Level of the library's log: debug, info, warning or error.",
+}
+_NAMES, _LISTS = ("BACKEND", "PREFILL", "DECODE"), ("ALLOW", "DENY")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_LEVELS = ("debug", "info", "warning", "error")
+
+_ENCODED = tuple(
+    os.fsencode(PREFIX + name) if os.name == "posix" else PREFIX + name for name in VARIABLES
+)
+_warned: set[str] = set()
+
+
+def snapshot() -> tuple[Any, ...]:
+    """Raw values of all variables, and the size of the environment, as a cheap cache key.
+
+    The size is there because a misspelt variable changes nothing else.
+    """
+    raw = getattr(os.environ, "_data", None)
+    if type(raw) is not dict:  # another implementation of os.environ: slower, the same meaning
+        return (len(os.environ), *(os.environ.get(PREFIX + name) for name in VARIABLES))
+    return (len(raw), *map(raw.get, _ENCODED))
+
+
+def variable(name: str) -> str | None:
+    """Value of ``ATTN_BACKENDS_<name>``, stripped; None if unset.
+
+    Raises:
+        InvalidInputError: It is set to nothing, which could mean off, default or a mistake.
+    """
+    text = os.environ.get(PREFIX + name)
+    if text is None:
+        return None
+    if not text.strip():
+        fix = "unset the variable to leave the choice open"
+        raise InvalidInputError.of(PREFIX + name, repr(text), _allowed(name), fix)
+    return text.strip()
+
+
+def read() -> dict[str, Any]:
+    """Parse the variables that stand for fields of ``AttentionConfig``.
+
+    Also warns, once each, of variables with the prefix that nobody reads, and sets the log level.
+
+    Returns:
+        The fields that are set, as ``AttentionConfig`` takes them; backend names are unchecked.
+
+    Raises:
+        InvalidInputError: A value cannot be read; the message names the variable.
+    """
+    warn_unknown()
+    apply_log_level()
+    values: dict[str, Any] = {}
+    for name in (*_NAMES, *_LISTS):
+        if (text := os.environ.get(PREFIX + name)) is not None:
+            values[name.lower()] = text if name in _NAMES else split_names(text)
+    if (text := variable("BATCH_INVARIANT")) is not None:
+        values["batch_invariant"] = _boolean("BATCH_INVARIANT", text)
+    if (text := variable("MERGE")) is not None:
+        values["merge"] = text.lower()
+    if (path := variable("TUNING_FILE")) is not None:
+        values["tuning_file"] = os.path.expanduser(path)
+    return values
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """Split a comma-separated list."""
+    return tuple(item.strip() for item in text.split(","))
+
+
+def allowed_plugins() -> tuple[str, ...] | None:
+    """Plugins that ``ATTN_BACKENDS_PLUGINS`` lets in, lower case; None lets in all."""
+    text = variable("PLUGINS")
+    if text is None:
+        return None
+    return () if text.lower() == "none" else tuple(n.lower() for n in split_names(text))
+
+
+def warn_unknown() -> None:
+    """Warn, once per name, of set variables with our prefix that mean nothing."""
+    for full in list(os.environ):
+        if not full.startswith(PREFIX) or full.removeprefix(PREFIX) in VARIABLES:
+            continue
+        if full in _warned:
+            continue
+        _warned.add(full)
+        known = [PREFIX + name for name in VARIABLES]
+        close = difflib.get_close_matches(full, known, n=1, cutoff=0.5)
+        hint = f"; the closest that exists is {close[0]}" if close else ""
+        warnings.warn(
+            f"{full} is set but no such setting exists{hint} (known: {', '.join(known)})",
+            stacklevel=2,
+        )
+
+
+def apply_log_level() -> None:
+    """Set the level of the ``attn_backends`` logger if ``ATTN_BACKENDS_LOG`` names one."""
+    text = variable("LOG")
+    if text is None:
+        return
+    if text.lower() not in _LEVELS:
+        raise InvalidInputError.of(f"{PREFIX}LOG", repr(text), ", ".join(_LEVELS))
+    logger = logging.getLogger("attn_backends")
+    logger.setLevel(text.upper())
+    if not logger.hasHandlers():  # nobody set up logging: show what was asked for
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def _boolean(name: str, text: str) -> bool:
+    if text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    raise InvalidInputError.of(PREFIX + name, repr(text), _allowed(name))
+
+
+def _allowed(name: str) -> str:
+    if name in ("BATCH_INVARIANT", "VALIDATE"):
+        return ", ".join(_TRUE + _FALSE)
+    if name == "LOG":
+        return ", ".join(_LEVELS)
+    return {
+        "MERGE": "auto, cuda, triton, torch",
+        "PLUGINS": "names of plugins between commas, or none",
+    }.get(name, "the path of a file")
+
+
+__all__ = [
+    "PREFIX",
+    "VARIABLES",
+    "allowed_plugins",
+    "apply_log_level",
+    "read",
+    "snapshot",
+    "split_names",
+    "variable",
+    "warn_unknown",
+]

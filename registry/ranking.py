@@ -1,0 +1,136 @@
+"""In which order ``auto`` tries backends: measured where there is a row, declared elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import Reason
+from ..spec import AttentionSpec
+from .registry import TABLE
+from .tuning import TuningRow, load_tuning
+
+_PYTORCH = ("torch_varlen", "torch_flex", "torch_sdpa", "torch_native")
+_REFERENCE_FIRST = ("torch_native", "torch_sdpa", "torch_flex", "torch_varlen")
+
+#: Order by architecture and phase. Declared from what the libraries publish, not measured here:
+#: a tuning file goes before it. Backends not named come last, so that ``auto`` takes one that
+#: nobody has ranked or measured only when no other can do the call.
+SHIPPED: dict[str, dict[str, tuple[str, ...]]] = {
+    "cpu": {"prefill": _REFERENCE_FIRST, "decode": _REFERENCE_FIRST},
+    "sm80": {
+        "prefill": ("flash_attention", "flashinfer", "triton", *_PYTORCH),
+        "decode": ("flashinfer", "flash_attention", "triton", *_PYTORCH),
+    },
+    "sm90": {
+        "prefill": ("flash_attention", "flashinfer", "triton", *_PYTORCH),
+        "decode": ("flashinfer", "flash_attention", "triton", *_PYTORCH),
+    },
+    "sm100": {
+        "prefill": ("flash_attention", "flashinfer", "triton", *_PYTORCH),
+        "decode": ("flashinfer", "triton", "flash_attention", *_PYTORCH),
+    },
+    "cuda": {
+        "prefill": ("triton", "flashinfer", *_PYTORCH),
+        "decode": ("triton", "flashinfer", *_PYTORCH),
+    },
+    "other": {"prefill": _REFERENCE_FIRST, "decode": _REFERENCE_FIRST},
+}
+
+
+def architecture(device: torch.device) -> str:
+    """The key of a device in ``SHIPPED``; asks the driver if it is a CUDA device."""
+    if device.type != "cuda":
+        return "cpu" if device.type == "cpu" else "other"
+    if not torch.cuda.is_available():
+        return "cuda"
+    major, _ = torch.cuda.get_device_capability(device)
+    return {8: "sm80", 9: "sm90", 10: "sm100", 12: "sm100"}.get(major, "cuda")
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device in tuning files."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def shape_bucket(spec: AttentionSpec) -> str:
+    """The kind of shape that a tuning row is for.
+
+    When a backend is chosen only the spec is known, so the bucket holds what a spec tells about
+    speed: widths, group size, dtypes, and whether the cache is paged. Lengths are not in it.
+    """
+    width = f"D{spec.head_dim}" + (f"-DV{spec.dv}" if spec.dv != spec.head_dim else "")
+    dtype = str(spec.dtype).removeprefix("torch.")
+    if spec.kv != spec.dtype:
+        dtype += "-kv-" + str(spec.kv).removeprefix("torch.")
+    layout = "ragged" if spec.page_size is None else "paged"
+    return f"{width}-G{spec.group_size}-{dtype}-{layout}"
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """An order of backends, and where it comes from.
+
+    Attributes:
+        row: The measured row, if the tuning file has one for the call.
+        shipped: The declared order.
+        source: Where the order comes from, in words.
+    """
+
+    row: TuningRow | None
+    shipped: tuple[str, ...]
+    source: str
+
+    def __iter__(self) -> Iterator[str]:
+        """All names, best first. Plugins are looked for only after the ranked ones."""
+        done: list[str] = []
+        measured = {} if self.row is None else self.row.median_us
+        fastest = sorted(measured, key=measured.__getitem__)
+        if any(name not in TABLE.entries for name in fastest):
+            TABLE.scan_plugins()
+        for name in (*fastest, *self.shipped):
+            if name in TABLE.entries and name not in done:
+                done.append(name)
+                yield name
+        TABLE.scan_plugins()
+        yield from (name for name in tuple(TABLE.entries) if name not in done)
+
+    def not_first(self, name: str, chosen: str) -> Reason:
+        """Why a backend that could do the call was passed over for the chosen one."""
+        if self.row is not None and chosen in self.row.median_us:
+            best = self.row.median_us[chosen]
+            got = self.row.median_us.get(name)
+            text = "not measured" if got is None else f"{got:g}"
+            return Reason("median_us", text, f"{best:g}, {chosen}, measured")
+        order = list(self)
+        return Reason("rank", str(order.index(name) + 1), f"{order.index(chosen) + 1}, {chosen}")
+
+
+def ranking(
+    spec: AttentionSpec, phase: str, device: torch.device, tuning_file: str | None
+) -> Ranking:
+    """The order in which ``auto`` tries backends for a call.
+
+    Raises:
+        InvalidInputError: The tuning file cannot be read.
+    """
+    key = architecture(device)
+    shipped = SHIPPED[key][phase]
+    source = f"shipped ranking for {key}, declared, not measured"
+    row = None
+    if tuning_file is not None:
+        name, bucket = device_name(device), shape_bucket(spec)
+        row = load_tuning(tuning_file).find(name, phase, bucket)
+        if row is None:
+            source += f" (no row for {name}, {phase}, {bucket} in {tuning_file})"
+        else:
+            times = ", ".join(f"{n} {t:g} us" for n, t in sorted(row.median_us.items()))
+            source = f"measured on {name}, {phase}, {bucket}: {times} ({tuning_file})"
+    return Ranking(row, shipped, source)
+
+
+__all__ = ["SHIPPED", "Ranking", "architecture", "device_name", "ranking", "shape_bucket"]
