@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import ops
+from .backend import RunExtras
 from .config import AttentionConfig
 from .errors import InvalidInputError
 from .forms import Given, lengths, uniform_batch
@@ -112,21 +113,15 @@ def attention(
         max_seqlen_k=max_seqlen_k,
     )
     plain = dense_q and dense_k and given.is_open
-    layer = {
-        "head_dim_v": _value_dim(k, v, head_dim_v),
-        "causal": causal,
-        "window": check_window(window),
-        "softcap": softcap,
-        "sm_scale": sm_scale,
-        "batch_invariant": batch_invariant,
-    }
-    extras = {
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "mask": _flat_mask(mask, q, k, plain),
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-    }
+    layer = ops.Layer(
+        head_dim_v=_value_dim(k, v, head_dim_v),
+        causal=causal,
+        window=check_window(window),
+        softcap=softcap,
+        sm_scale=sm_scale,
+        batch_invariant=batch_invariant,
+    )
+    extras = RunExtras(sinks, alibi_slopes, _flat_mask(mask, q, k, plain), k_scale, v_scale)
     flat_q = q.flatten(0, 1) if dense_q else q
     flat_k = k.flatten(0, 1) if dense_k else k
     flat_v = v.flatten(0, 1) if v is not None and dense_k else v
@@ -139,12 +134,7 @@ def attention(
     else:
         batch = lengths(q, k, given).batch(q.device, flat_q.shape[0])
     spec = ops.layer_spec(
-        q,
-        k,
-        paged=paged,
-        has_alibi=alibi_slopes is not None,
-        has_mask=mask is not None,
-        **layer,
+        q, k, layer, paged=paged, has_alibi=alibi_slopes is not None, has_mask=mask is not None
     )
     flat_out = _flat_out(out, q)
     state = ops.run(flat_q, flat_k, flat_v, batch, spec, extras, backend, config, flat_out)
@@ -195,7 +185,9 @@ def _value_dim(k: torch.Tensor, v: torch.Tensor | None, head_dim_v: int | None) 
     return v.shape[-1]
 
 
-def _flat_mask(mask: Any, q: torch.Tensor, k: torch.Tensor, plain: bool) -> torch.Tensor | None:
+def _flat_mask(
+    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, plain: bool
+) -> torch.Tensor | None:
     """The mask in the flat form of the contract."""
     if mask is None:
         return None
@@ -251,7 +243,7 @@ def _finish(state: AttentionOutput, q: torch.Tensor, out: Any, *, written: bool)
     """The state in the shape of q, and in the caller's output."""
     o, lse = state
     if q.dim() == 4:
-        o, lse = o.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+        o, lse = o.view(*q.shape[:2], *o.shape[1:]), lse.view(*q.shape[:2], lse.shape[1])
     if out is None:
         return AttentionOutput(o, lse)
     if not written:

@@ -295,7 +295,8 @@ class _Index:
         if value.dim() != 2 or value.dtype not in INDEX_DTYPES:
             got = f"{value.dtype} {list(value.shape)}"
             raise InvalidInputError.of("page_table", got, "int32 or int64, [B, max_pages]")
-        return value.to(self.device)
+        table: torch.Tensor = value.to(self.device)
+        return table
 
 
 def _check_shape(name: str, x: torch.Tensor, length: int) -> None:

@@ -9,18 +9,20 @@ nothing is read back, so one compilation serves all lengths.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from .backend import RunExtras
 from .batch import Batch
 from .config import AttentionConfig
 from .errors import InvalidInputError
 from .forms import Lengths
 from .output import AttentionOutput
-from .spec import FP8_DTYPES, AttentionSpec
+from .spec import FP8_DTYPES, AttentionSpec, Window
 
-_LIB = torch.library.Library("attn_backends", "FRAGMENT")  # must stay alive: it owns the operator
+# Kept alive here, because it owns the operator.
+_LIB: Any = torch.library.Library("attn_backends", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _SCHEMA = (
     "attention(Tensor q, Tensor k, Tensor? v, Tensor cu_seqlens_q, Tensor seqlens_k, "
@@ -32,13 +34,24 @@ _SCHEMA = (
 )
 
 
+class Layer(NamedTuple):
+    """What a call fixes beside the tensors; fields as in ``AttentionSpec``."""
+
+    head_dim_v: int
+    causal: bool
+    window: Window | None
+    softcap: float | None
+    sm_scale: float | None
+    batch_invariant: bool
+
+
 def call(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor | None,
     lengths: Lengths,
-    layer: dict[str, Any],
-    extras: dict[str, Any],
+    layer: Layer,
+    extras: RunExtras,
     backend: str | None,
     config: AttentionConfig | None,
 ) -> AttentionOutput:
@@ -49,14 +62,14 @@ def call(
         k: ``[Tk, HK, D]`` or ``[num_pages, page_size, HK, D]``.
         v: The same with width DV, or None.
         lengths: Index tensors on the queries' device, and bounds.
-        layer: What ``layer_spec`` takes beside the tensors.
+        layer: What the call fixes beside the tensors.
         extras: Optional inputs of ``run``.
         backend: Name of a backend.
         config: Configuration of this call.
     """
-    left, right = layer["window"] if layer["window"] is not None else (None, None)
-    k_scale, k_tensor = _number_or_tensor(extras["k_scale"])
-    v_scale, v_tensor = _number_or_tensor(extras["v_scale"])
+    left, right = layer.window if layer.window is not None else (None, None)
+    k_scale, k_tensor = _number_or_tensor(extras.k_scale)
+    v_scale, v_tensor = _number_or_tensor(extras.v_scale)
     o, lse = torch.ops.attn_backends.attention(
         q,
         k,
@@ -67,16 +80,16 @@ def call(
         lengths.page_table,
         lengths.max_seqlen_q,
         lengths.max_seqlen_k,
-        layer["head_dim_v"],
-        layer["causal"],
+        layer.head_dim_v,
+        layer.causal,
         left,
         right,
-        layer["softcap"],
-        layer["sm_scale"],
-        layer["batch_invariant"],
-        extras["sinks"],
-        extras["alibi_slopes"],
-        extras["mask"],
+        layer.softcap,
+        layer.sm_scale,
+        layer.batch_invariant,
+        extras.sinks,
+        extras.alibi_slopes,
+        extras.mask,
         k_scale,
         k_tensor,
         v_scale,
@@ -88,35 +101,24 @@ def call(
 
 
 def layer_spec(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    *,
-    head_dim_v: int,
-    paged: bool,
-    causal: bool,
-    window: Any,
-    softcap: float | None,
-    sm_scale: float | None,
-    batch_invariant: bool,
-    has_alibi: bool,
-    has_mask: bool,
+    q: torch.Tensor, k: torch.Tensor, layer: Layer, *, paged: bool, has_alibi: bool, has_mask: bool
 ) -> AttentionSpec:
     """The spec of a call; equal arguments give the same object."""
     return _spec(
         q.shape[-2],
         k.shape[-2],
         q.shape[-1],
-        head_dim_v,
+        layer.head_dim_v,
         q.dtype,
         k.dtype,
         k.shape[1] if paged else None,
-        causal,
-        tuple(window) if isinstance(window, list) else window,
-        softcap,
-        sm_scale,
+        layer.causal,
+        layer.window,
+        layer.softcap,
+        layer.sm_scale,
         has_alibi,
         has_mask,
-        batch_invariant,
+        layer.batch_invariant,
     )
 
 
@@ -140,7 +142,7 @@ def run(
     v: torch.Tensor | None,
     batch: Batch,
     spec: AttentionSpec,
-    extras: dict[str, Any],
+    extras: RunExtras,
     backend: str | None,
     config: AttentionConfig | None,
     out: tuple[torch.Tensor, torch.Tensor] | None,
@@ -150,7 +152,7 @@ def run(
 
     phase = "decode" if batch.max_seqlen_q <= 1 else "prefill"
     chosen = select(spec, phase=phase, device=q.device, backend=backend, config=config).backend
-    return chosen.run(q, k, v, chosen.plan(batch), out=out, **extras)
+    return chosen.run(q, k, v, chosen.plan(batch), out=out, **extras._asdict())
 
 
 def _attention(
@@ -180,16 +182,13 @@ def _attention(
     backend: str | None,
     config: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    window = (window_left, window_right)
+    layer = Layer(head_dim_v, causal, window, softcap, sm_scale, batch_invariant)
     spec = layer_spec(
         q,
         k,
-        head_dim_v=head_dim_v,
+        layer,
         paged=page_table is not None,
-        causal=causal,
-        window=(window_left, window_right),
-        softcap=softcap,
-        sm_scale=sm_scale,
-        batch_invariant=batch_invariant,
         has_alibi=alibi_slopes is not None,
         has_mask=mask is not None,
     )
@@ -197,13 +196,13 @@ def _attention(
     where = Lengths(
         cu_seqlens_q, seqlens_k, cu_seqlens_k, page_table, max_seqlen_q, max_seqlen_k, on_host
     )
-    extras = {
-        "sinks": sinks,
-        "alibi_slopes": alibi_slopes,
-        "mask": mask,
-        "k_scale": k_scale if k_scale_tensor is None else k_scale_tensor,
-        "v_scale": v_scale if v_scale_tensor is None else v_scale_tensor,
-    }
+    extras = RunExtras(
+        sinks,
+        alibi_slopes,
+        mask,
+        k_scale if k_scale_tensor is None else k_scale_tensor,
+        v_scale if v_scale_tensor is None else v_scale_tensor,
+    )
     # Fresh contiguous results, as the fake says, whatever a backend would allocate.
     o, lse = _fresh(q, head_dim_v)
     with torch.no_grad():
@@ -251,4 +250,4 @@ _LIB.define(_SCHEMA, tags=_TAGS)
 _LIB.impl("attention", _attention, "CompositeExplicitAutograd")
 torch.library.register_fake("attn_backends::attention", _attention_fake, lib=_LIB)
 
-__all__ = ["call", "layer_spec", "run"]
+__all__ = ["Layer", "call", "layer_spec", "run"]

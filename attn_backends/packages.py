@@ -122,23 +122,26 @@ def _import(
             return Probe(module, None, version, text, installed, want)
         text = f"import raised {type(error).__name__}: {error}"
         return Probe(module, None, version, text, True, f"{want}, loadable with {_torch()}")
-    own = getattr(loaded, "__version__", None)
-    version = version or (own if isinstance(own, str) else None)
-    problem = None
-    if min_version is not None:
+    try:  # a lazy module may raise whatever it likes on any attribute
         if version is None:
-            problem = "whose version cannot be told"
-        elif version_tuple(version) < version_tuple(min_version):
-            problem = "too old"
-    if problem is None and attribute is not None:
-        try:
-            missing = not hasattr(loaded, attribute)  # a lazy module may raise here
-        except Exception as error:
-            problem = f"{attribute} raised {type(error).__name__}: {error}"
-        else:
-            if missing:
-                problem, want = "incomplete", f"a version with {module}.{attribute}"
+            own = getattr(loaded, "__version__", None)
+            version = own if isinstance(own, str) else None
+        missing = attribute is not None and not hasattr(loaded, attribute)
+    except Exception as error:
+        problem: str | None = f"an attribute raised {type(error).__name__}: {error}"
+    else:
+        problem = _problem(version, min_version)
+        if problem is None and missing:
+            problem, want = "incomplete", f"a version with {module}.{attribute}"
     return Probe(module, loaded if problem is None else None, version, problem, True, want)
+
+
+def _problem(version: str | None, min_version: str | None) -> str | None:
+    if min_version is None:
+        return None
+    if version is None:
+        return "whose version cannot be told"
+    return "too old" if version_tuple(version) < version_tuple(min_version) else None
 
 
 def forget_probes() -> None:

@@ -171,11 +171,11 @@ def _explain(
         reasons += judge(
             entry, demanded(spec, settings), phase, device, settings.options.get(other)
         ).reasons
-        if not reasons and name is not None:
-            if order is not None:
-                reasons = (order.not_first(other, name),)
-            else:
-                reasons = (Reason("backend", other, name, f"chosen by {settings.setting}"),)
+        if not reasons and order is None:  # able, but another was asked for by name
+            fix = f"chosen by {settings.setting}"
+            reasons = (Reason("backend", other, settings.name, fix),)
+        elif not reasons and order is not None and name is not None:
+            reasons = (order.not_first(other, name),)
         rejected[other] = reasons
     return PhaseChoice(
         phase=phase,

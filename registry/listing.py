@@ -15,6 +15,7 @@ from ..packages import installed_version
 from .discovery import plugin_reason
 from .entry import BackendEntry, Target, is_class
 from .registry import TABLE, known_names
+from .selection import check_device
 from .target import RaisedReason, load_reason, parse_options
 
 
@@ -68,7 +69,7 @@ def list_backends(device: torch.device | str | None = None) -> tuple[BackendInfo
     Args:
         device: Judge by this device, its architecture included.
     """
-    where = None if device is None else torch.device(device)
+    where = None if device is None else check_device(device)
     infos = [_info(TABLE.entries[name], where) for name in known_names()]
     for plugin in TABLE.rejected:
         reason = Reason("plugin", plugin.name, "a valid plugin", plugin.error)

@@ -141,6 +141,11 @@ def check_call(spec: Any, phase: Any, device: Any) -> torch.device:
         raise InvalidInputError.of("phase", repr(phase), ", ".join(PHASES))
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return check_device(device)
+
+
+def check_device(device: Any) -> torch.device:
+    """A device by its name, or InvalidInputError."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -308,4 +313,12 @@ def _log_unavailable(name: str, verdict: Verdict) -> None:
     logger.log(level, "auto leaves out %s, which is not available here: %s", name, text)
 
 
-__all__ = ["Selection", "check_call", "choose", "demanded", "policy_reasons", "select"]
+__all__ = [
+    "Selection",
+    "check_call",
+    "check_device",
+    "choose",
+    "demanded",
+    "policy_reasons",
+    "select",
+]
