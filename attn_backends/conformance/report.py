@@ -1,0 +1,226 @@
+"""What a run found: rows, counts, and their forms as JSON and Markdown."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..packages import installed_version
+from ..version import __version__
+
+#: The suite's own version. A newer suite may fail a backend that an older one passed.
+SUITE_VERSION = "2025.12"
+STATUSES = ("passed", "refused", "failed", "xfailed")
+PACKAGES = ("flash-attn", "flash-attn-4", "flashinfer-python", "vllm", "sglang", "numpy")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check on one case.
+
+    Attributes:
+        requirement: The rule.
+        case: Name of the case.
+        spec: The spec in a few letters.
+        status: Of ``STATUSES``.
+        detail: Reasons of a refusal, or what went wrong.
+        seconds: Time it took, compiling included.
+    """
+
+    requirement: str
+    case: str
+    spec: str
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows of one backend on one device.
+
+    Attributes:
+        backend: Its name.
+        level: ``smoke`` or ``full``.
+        device: Where it ran.
+        rows: One per check and case.
+        stale: Expected failures that no longer fail, or that are about no case.
+        meta: Versions, device, date and command.
+        seconds: Time of the whole run.
+    """
+
+    backend: str
+    level: str
+    device: str
+    rows: tuple[Row, ...]
+    stale: tuple[str, ...] = ()
+    meta: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the backend conforms: the core ran, nothing failed, nothing is stale."""
+        core = any(r.requirement == "core" and r.status == "passed" for r in self.rows)
+        return core and not self.failures and not self.stale
+
+    @property
+    def failures(self) -> list[Row]:
+        """Rows that failed, expected failures aside."""
+        return [r for r in self.rows if r.status == "failed"]
+
+    def counts(self, requirement: str | None = None) -> dict[str, int]:
+        """Rows by status, of one requirement or of all."""
+        found = Counter(
+            r.status for r in self.rows if requirement is None or r.requirement == requirement
+        )
+        return {status: found[status] for status in STATUSES}
+
+    @property
+    def requirements(self) -> list[str]:
+        """Requirements that were tried, in order."""
+        return list(dict.fromkeys(r.requirement for r in self.rows))
+
+    def refusals(self) -> dict[str, int]:
+        """How often each reason was given, most frequent first."""
+        return dict(Counter(r.detail for r in self.rows if r.status == "refused").most_common())
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data, as ``docs/results`` keeps it."""
+        return {
+            "meta": self.meta,
+            "backend": self.backend,
+            "library_version": __version__,
+            "suite_version": SUITE_VERSION,
+            "level": self.level,
+            "device": self.device,
+            "ok": self.ok,
+            "seconds": round(self.seconds, 1),
+            "counts": self.counts(),
+            "requirements": {name: self.counts(name) for name in self.requirements},
+            "refusals": [
+                {"reason": reason, "count": count} for reason, count in self.refusals().items()
+            ],
+            "failures": [_plain(r) for r in self.rows if r.status in ("failed", "xfailed")],
+            "stale": list(self.stale),
+        }
+
+    def write(self, folder: str | Path) -> Path:
+        """Write ``conformance-<backend>.json`` into a folder; returns its path."""
+        path = Path(folder) / f"conformance-{self.backend}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        return path
+
+    def summary(self) -> str:
+        """The verdict and every failure, for people."""
+        counts = ", ".join(f"{n} {status}" for status, n in self.counts().items() if n)
+        lines = [f"{self.backend} on {self.device}, {self.level}: {counts or 'nothing ran'}"]
+        for row in self.failures:
+            lines.append(f"  {row.requirement}/{row.case} [{row.spec}]: {row.detail}")
+        lines += [f"  stale expected failure: {pattern}" for pattern in self.stale]
+        if not any(r.requirement == "core" and r.status == "passed" for r in self.rows):
+            lines.append("  the core did not pass: nothing else counts")
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        """A page: verdict, table by requirement, failures, and the reasons of every refusal."""
+        meta = ", ".join(f"{k} {v}" for k, v in self.meta.items() if isinstance(v, str) and v)
+        lines = [
+            f"# Conformance of `{self.backend}`",
+            "",
+            f"{'Conforms' if self.ok else 'Does not conform'} at level {self.level} on "
+            f"{self.device}; suite {SUITE_VERSION}, attn_backends {__version__}.",
+            "",
+            meta,
+            "",
+            "| requirement | passed | refused | failed | expected failures |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
+        for name in self.requirements:
+            counts = self.counts(name).values()
+            lines.append(f"| {name} | " + " | ".join(map(str, counts)) + " |")
+        for title, status in (("Failures", "failed"), ("Expected failures", "xfailed")):
+            rows = [r for r in self.rows if r.status == status]
+            if rows:
+                lines += ["", f"## {title}", ""]
+                lines += [f"- `{r.requirement}/{r.case}` ({r.spec}): {r.detail}" for r in rows]
+        refusals = self.refusals()
+        if refusals:
+            lines += ["", "## Refusals", "", "| reason | cases |", "| --- | ---: |"]
+            lines += [f"| {_cell(reason)} | {count} |" for reason, count in refusals.items()]
+        return "\n".join(lines) + "\n"
+
+
+def matrix(reports: Iterable[dict[str, Any]]) -> str:
+    """A Markdown matrix, backend by requirement, from reports as plain data.
+
+    A cell reads ``passed/tried``; ``-`` means that all cases were refused.
+    """
+    reports = list(reports)
+    names = list(dict.fromkeys(name for r in reports for name in r["requirements"]))
+    lines = [
+        "| requirement | " + " | ".join(f"`{r['backend']}`" for r in reports) + " |",
+        "| --- |" + " ---: |" * len(reports),
+    ]
+    for name in names:
+        cells = [_matrix_cell(r["requirements"].get(name)) for r in reports]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _matrix_cell(counts: dict[str, int] | None) -> str:
+    if counts is None:
+        return ""
+    tried = sum(counts.values()) - counts["refused"]
+    return f"{counts['passed']}/{tried}" if tried else "-"
+
+
+def _plain(row: Row) -> dict[str, Any]:
+    keys = ("requirement", "case", "spec", "status", "detail")
+    return {key: getattr(row, key) for key in keys}
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device, date and command: what a result is worth nothing without."""
+    cuda = device.type == "cuda"
+    packages = {name: installed_version(name) for name in PACKAGES}
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name(device) if cuda else "",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else "",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": installed_version("triton") or "",
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "packages": {name: version for name, version in packages.items() if version},
+    }
+
+
+def _output(*command: str) -> str:
+    """First line a program prints; empty if it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().partition("\n")[0]
+
+
+__all__ = ["STATUSES", "SUITE_VERSION", "Report", "Row", "environment", "matrix"]
