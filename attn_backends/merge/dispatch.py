@@ -8,8 +8,9 @@ name is taken or refused, never replaced.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from ..errors import InvalidInputError, Reason, UnsupportedCallError
 PATHS = ("cuda", "triton", "torch")
 VECTOR_BYTES = 16
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_ROWS = 2**31 - 2**16  # kernels count rows in 32 bits, and round up
 FP8_CAPABILITY = (8, 9)  # first with float8_e4m3fn conversions
 
 #: Path taken where a call names none; None chooses by the predicate. Configuration sets it.
@@ -43,6 +45,7 @@ class MergeFacts(NamedTuple):
         device: Where the tensors are.
         dtype: Of the inputs' ``o``.
         out_dtype: Of the result's ``o``.
+        num_rows: T * H.
         head_dim: DV.
         vector_fault: Why 16-byte access is impossible, or None.
     """
@@ -50,6 +53,7 @@ class MergeFacts(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     out_dtype: torch.dtype
+    num_rows: int
     head_dim: int
     vector_fault: Reason | None
 
@@ -113,12 +117,12 @@ def _first_without_reason(facts: MergeFacts) -> MergePath:
 
 
 def _cuda_reasons(facts: MergeFacts) -> list[Reason]:
-    from . import cuda_merge
+    from . import nvrtc
 
     if facts.device.type != "cuda":
         return [Reason("device", facts.device.type, "cuda")]
-    reasons = cuda_merge.missing()
-    reasons += _dtype_reasons(facts)
+    reasons = [*nvrtc.missing(), *nvrtc.device_reasons(facts.device)]
+    reasons += _kernel_reasons(facts)
     if facts.dtype in KERNEL_DTYPES:
         width = vector_elements(facts.dtype)
         if facts.head_dim % width:
@@ -135,8 +139,7 @@ def _triton_reasons(facts: MergeFacts) -> list[Reason]:
     interpreted = triton_merge.interpreted()
     if facts.device.type != "cuda" and not (interpreted and facts.device.type == "cpu"):
         return [Reason("device", facts.device.type, "cuda, or cpu under TRITON_INTERPRET=1")]
-    reasons = triton_merge.missing()
-    reasons += _dtype_reasons(facts)
+    reasons = triton_merge.missing() + _kernel_reasons(facts)
     if interpreted:
         if torch.bfloat16 in (facts.dtype, facts.out_dtype):
             # The interpreter keeps bfloat16 as integers and multiplies bit patterns.
@@ -151,7 +154,8 @@ def _torch_reasons(facts: MergeFacts) -> list[Reason]:
     return []
 
 
-def _dtype_reasons(facts: MergeFacts) -> list[Reason]:
+def _kernel_reasons(facts: MergeFacts) -> list[Reason]:
+    """Reasons against either kernel path."""
     reasons = []
     if facts.dtype not in KERNEL_DTYPES:
         reasons.append(Reason("dtype", _short(facts.dtype), ", ".join(map(_short, KERNEL_DTYPES))))
@@ -160,6 +164,10 @@ def _dtype_reasons(facts: MergeFacts) -> list[Reason]:
         if capability < FP8_CAPABILITY:
             got = f"{capability[0]}.{capability[1]}"
             reasons.append(Reason("compute_capability", got, ">= 8.9 for float8_e4m3fn"))
+    if not facts.head_dim:
+        reasons.append(Reason("head_dim", "0", ">= 1"))
+    if facts.num_rows > MAX_ROWS:
+        reasons.append(Reason("num_tokens * num_heads", str(facts.num_rows), f"<= {MAX_ROWS}"))
     return reasons
 
 

@@ -7,7 +7,8 @@ still repays. As for pairs, what layouts decide is decided once.
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -109,7 +110,7 @@ def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> 
         o, lse = out
         _check_overlap(os, lses, o, lse)
     if plan.launch is not None:
-        plan.launch(os, lses, counts, o, lse)
+        plan.launch(os, lses, None if counts is None else counts.contiguous(), o, lse)
     return AttentionOutput(o, lse)
 
 
@@ -138,11 +139,16 @@ def _make_plan(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> M
     return ManyPlan(choice, launch, first.shape, dtype)
 
 
-def _launcher(path: str, os: Any, lses: Any, *rest: Any) -> Callable[..., None]:
+def _launcher(
+    path: str, os: Any, lses: Any, counts: Any, out_o: Any, out_lse: Any, dtype: torch.dtype
+) -> Callable[..., None]:
     if path == "torch":
         return torch_merge.merge_many
+    rest: tuple[Any, ...] = (counts, out_o, out_lse, dtype)
     if path == "triton":
         from . import triton_merge as module
+
+        rest = (*rest, pair.is_aligned(_named(os), out_o))
     else:
         from . import cuda_merge as module  # type: ignore[no-redef]
     if isinstance(os, torch.Tensor):
@@ -158,10 +164,13 @@ def _launcher(path: str, os: Any, lses: Any, *rest: Any) -> Callable[..., None]:
 
 
 def _facts(os: Any, out_o: Any, dtype: torch.dtype) -> dispatch.MergeFacts:
+    return pair.facts(_named(os), out_o, dtype)
+
+
+def _named(os: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(os, torch.Tensor):
-        return pair.facts([("o", os)], out_o, dtype)
-    named = [(f"o[{i}]", o) for i, o in enumerate(os)]
-    return pair.facts(named, out_o, dtype)
+        return [("o", os)]
+    return [(f"o[{i}]", o) for i, o in enumerate(os)]
 
 
 def _same_layouts(tensors: Sequence[torch.Tensor]) -> bool:

@@ -21,16 +21,15 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PAIR = (
     "Tensor? o_b, Tensor lse_b, SymInt? num_prefix, float? scale, Tensor? scale_tensor, str? path"
 )
+_OUT = "Tensor(a!) out_o, Tensor(b!) out_lse"
 _SCHEMAS = (
     f"merge_pair(Tensor o_a, Tensor lse_a, {_PAIR}) -> (Tensor, Tensor)",
-    f"merge_pair_out(Tensor o_a, Tensor lse_a, {_PAIR}, Tensor(a!) out_o, Tensor(b!) out_lse) -> ()",
+    f"merge_pair_out(Tensor o_a, Tensor lse_a, {_PAIR}, {_OUT}) -> ()",
     f"merge_pair_(Tensor(a!) o_a, Tensor(b!) lse_a, {_PAIR}) -> ()",
     "merge_stacked(Tensor o, Tensor lse, Tensor? counts, str? path) -> (Tensor, Tensor)",
-    "merge_stacked_out(Tensor o, Tensor lse, Tensor? counts, str? path, "
-    "Tensor(a!) out_o, Tensor(b!) out_lse) -> ()",
+    f"merge_stacked_out(Tensor o, Tensor lse, Tensor? counts, str? path, {_OUT}) -> ()",
     "merge_separate(Tensor[] o, Tensor[] lse, str? path) -> (Tensor, Tensor)",
-    "merge_separate_out(Tensor[] o, Tensor[] lse, str? path, "
-    "Tensor(a!) out_o, Tensor(b!) out_lse) -> ()",
+    f"merge_separate_out(Tensor[] o, Tensor[] lse, str? path, {_OUT}) -> ()",
 )
 
 

@@ -7,7 +7,8 @@ the outputs and the launch. Serving engines merge the same layouts in every laye
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -166,7 +167,8 @@ def _checked_plan(
     choice = dispatch.choose(facts(named, out_o, dtype), path)
     launch = None
     if o_a.shape[0] and o_a.shape[1]:
-        launch = _launcher(choice.path, o_a, lse_a, o_b, lse_b, out_o, out_lse, dtype)
+        layouts = (o_a, lse_a, o_b, lse_b, out_o, out_lse)
+        launch = _launcher(choice.path, layouts, dtype, named)
     plan = PairPlan(
         path=choice,
         launch=launch,
@@ -212,19 +214,29 @@ def facts(named: Any, out_o: Any, out_dtype: torch.dtype) -> dispatch.MergeFacts
     fault = None
     if o.device.type == "cuda" and o.dtype in dispatch.KERNEL_DTYPES:
         fault = dispatch.vector_fault(tensors, o.dtype)
-    return dispatch.MergeFacts(o.device, o.dtype, out_dtype, o.shape[-1], fault)
+    rows = o.shape[-3] * o.shape[-2]
+    return dispatch.MergeFacts(o.device, o.dtype, out_dtype, rows, o.shape[-1], fault)
 
 
-def _launcher(path: str, *layouts: Any) -> Launch:
+def _launcher(path: str, layouts: Any, dtype: torch.dtype, named: Any) -> Launch:
     if path == "torch":
         return torch_merge.merge_pair
     if path == "triton":
         from . import triton_merge
 
-        return triton_merge.prepare_pair(*layouts)
+        return triton_merge.prepare_pair(*layouts, dtype, is_aligned(named, layouts[-2]))
     from . import cuda_merge
 
-    return cuda_merge.prepare_pair(*layouts)
+    return cuda_merge.prepare_pair(*layouts, dtype)
+
+
+def is_aligned(named: Any, out_o: torch.Tensor | None) -> bool:
+    """Whether rows, strides and pointers of all outputs are whole 16-byte vectors."""
+    o = named[0][1]
+    outputs = [x for _, x in named] + ([] if out_o is None else [out_o])
+    if o.shape[-1] % dispatch.vector_elements(o.dtype) or any(x.data_ptr() % 16 for x in outputs):
+        return False
+    return dispatch.vector_fault([("o", x) for x in outputs], o.dtype) is None
 
 
 def _extents(*tensors: torch.Tensor | None) -> tuple[int, ...]:

@@ -1,15 +1,355 @@
-"""The triton path of the merge."""
+"""The Triton path: launch shapes and arguments for ``triton_kernels``.
+
+What a layout fixes is prepared once, the compiled kernel included; a launch then passes pointers
+to it directly, past Triton's own argument handling, which costs more than the kernel. Under
+``TRITON_INTERPRET=1`` kernels run in Triton's interpreter, on CPU tensors too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
 from ..errors import Reason
+
+MAX_BLOCK_D = 1024
+
+
+class Tuning(NamedTuple):
+    """Launch shape; the defaults are what measured best on an H200.
+
+    Attributes:
+        warps: Per program.
+        vectors: 16-byte vectors of each side that a thread holds.
+        small_limit: Most bytes of an output for which both sides are loaded before the weights
+            are known; beyond, a side of weight 0 is not read.
+    """
+
+    warps: int = 4
+    vectors: int = 1
+    small_limit: int = 1 << 24
+
+
+TUNING = Tuning()
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    """``(module, None)``, or ``(None, why Triton does not load)``."""
+    try:
+        from . import triton_kernels
+
+        return triton_kernels, None
+    except Exception as error:  # a broken install may raise anything
+        return None, f"{type(error).__name__}: {error}"
 
 
 def missing() -> list[Reason]:
-    """Reasons for which this path cannot run here."""
-    return [Reason("triton", "not part of this build", "the torch path")]
+    """Reasons for which this path cannot run in this process."""
+    error = _kernels()[1]
+    return [] if error is None else [Reason("triton", error, "installed", "pip install triton")]
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its interpreter."""
-    return False
+    """Whether Triton runs kernels in its interpreter, as decided when it was imported."""
+    module = _kernels()[0]
+    if module is None:
+        return False
+    return type(module.merge_pair_any).__name__ != "JITFunction"
+
+
+def prepare_pair(
+    o_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    o_b: torch.Tensor | None,
+    lse_b: torch.Tensor,
+    out_o: torch.Tensor | None,
+    out_lse: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    aligned: bool,
+    tuning: Tuning = TUNING,
+) -> Callable[..., None]:
+    """Prepare a two-way merge of tensors laid out like these; outputs None are contiguous.
+
+    Args:
+        o_a: ``[T, H, DV]``.
+        lse_a: ``[T, H]``.
+        o_b: ``[T, H, DV]``, or None for zeros.
+        lse_b: ``[T, H]``.
+        out_o: ``[T, H, DV]``, or None.
+        out_lse: ``[T, H]``, or None.
+        out_dtype: Of the result.
+        aligned: Whether all outputs' pointers, strides and rows are whole 16-byte vectors.
+        tuning: Launch shape.
+
+    Returns:
+        ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale)``.
+    """
+    tokens, heads, head_dim = o_a.shape
+    shape = _shape(o_a, aligned, tuning)
+    layouts = (o_a, lse_a, o_b, lse_b, out_o, out_lse)
+    strided = any(x is not None and not x.is_contiguous() for x in layouts)
+    fresh = (heads * head_dim, head_dim)
+    vec = shape["VEC"]
+    strides = (
+        *_strides(o_a, fresh, vec),
+        *_strides(lse_a, (heads, 1), 1),
+        *_strides(o_b, fresh, vec),
+        *_strides(lse_b, (heads, 1), 1),
+        *_strides(out_o, fresh, vec),
+        *_strides(out_lse, (heads, 1), 1),
+    )
+    speculate = o_a.numel() * o_a.element_size() <= tuning.small_limit
+    fixed = {**shape, "STRIDED": strided, "HAS_B": o_b is not None, "SPECULATE": speculate}
+    pointers = [o_a.dtype, torch.float32, None if o_b is None else o_b.dtype, torch.float32]
+    pointers += [out_dtype, torch.float32]
+    module = _kernels()[0]
+    kernel = module.merge_pair_aligned if aligned else module.merge_pair_any
+    grid = -(-tokens * heads // shape["ROWS"])
+    launcher = _Launcher(kernel, o_a.device, grid, tuning.warps)
+
+    def run(o_a, lse_a, o_b, lse_b, o, lse, num_prefix, scale):  # type: ignore
+        p_o, p_lse = o.data_ptr(), lse.data_ptr()
+        in_place = p_o == o_a.data_ptr() or p_lse == lse_a.data_ptr() or p_lse == lse_b.data_ptr()
+        if o_b is not None and p_o == o_b.data_ptr():
+            in_place = True
+        if scale is None:
+            scaled, where, number = 0, None, 1.0
+        elif isinstance(scale, torch.Tensor):
+            scaled, where, number = 2, scale, 1.0
+        else:
+            scaled, where, number = 1, None, float(scale)
+        tensors = (o_a, lse_a, o_b, lse_b, o, lse, where)
+        numbers = (number, tokens, heads, num_prefix, *strides)
+        launcher(
+            (in_place, scaled),
+            lambda: {**fixed, "SCALED": scaled, "IN_PLACE": in_place},
+            (*pointers, None if where is None else torch.float32),
+            tensors,
+            numbers,
+        )
+
+    return run
+
+
+def prepare_stacked(
+    os: torch.Tensor,
+    lses: torch.Tensor,
+    counts: torch.Tensor | None,
+    out_o: torch.Tensor | None,
+    out_lse: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    aligned: bool,
+    tuning: Tuning = TUNING,
+) -> Callable[..., None]:
+    """Prepare an n-way merge of stacked states ``[n, T, H, DV]``.
+
+    Returns:
+        ``launch(os, lses, counts, out_o, out_lse)``.
+    """
+    states = os.shape[0]
+    run = _prepare_many(
+        os[0], lses[0], states, counts, out_o, out_lse, out_dtype, aligned, False, tuning
+    )
+    vec = _vec(os, aligned)
+    jumps = (os.stride(0) // vec, lses.stride(0), *(0,) * 14)
+    o_span, lse_span = os.stride(0) * states * os.element_size(), lses.stride(0) * states * 4
+
+    def launch(os, lses, counts, o, lse):  # type: ignore
+        p_o, p_lse = os.data_ptr(), lses.data_ptr()
+        in_place = 0 <= o.data_ptr() - p_o < o_span or 0 <= lse.data_ptr() - p_lse < lse_span
+        run(os, lses, counts, o, lse, jumps, in_place)
+
+    return launch
+
+
+def prepare_separate(
+    os: tuple[torch.Tensor, ...],
+    lses: tuple[torch.Tensor, ...],
+    counts: None,
+    out_o: torch.Tensor | None,
+    out_lse: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    aligned: bool,
+    tuning: Tuning = TUNING,
+) -> Callable[..., None]:
+    """Prepare an n-way merge of up to 8 separate states of one layout.
+
+    Returns:
+        ``launch(os, lses, counts, out_o, out_lse)``.
+    """
+    run = _prepare_many(
+        os[0], lses[0], len(os), None, out_o, out_lse, out_dtype, aligned, True, tuning
+    )
+    unit, padding = os[0].element_size() * _vec(os[0], aligned), (0,) * (8 - len(os))
+
+    def launch(os, lses, counts, o, lse):  # type: ignore
+        p_os, p_lses = [x.data_ptr() for x in os], [x.data_ptr() for x in lses]
+        in_place = o.data_ptr() in p_os or lse.data_ptr() in p_lses
+        o_jumps = [(p - p_os[0]) // unit for p in p_os[1:]]
+        lse_jumps = [(p - p_lses[0]) // 4 for p in p_lses[1:]]
+        jumps = (0, 0, *o_jumps, *padding, *lse_jumps, *padding)
+        run(os[0], lses[0], None, o, lse, jumps, in_place)
+
+    return launch
+
+
+def _prepare_many(
+    o_0: torch.Tensor,
+    lse_0: torch.Tensor,
+    states: int,
+    counts: torch.Tensor | None,
+    out_o: torch.Tensor | None,
+    out_lse: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    aligned: bool,
+    separate: bool,
+    tuning: Tuning,
+) -> Callable[..., None]:
+    """``run(o_0, lse_0, counts, out_o, out_lse, jumps, in_place)``."""
+    tokens, heads, head_dim = o_0.shape
+    shape = _shape(o_0, aligned, tuning)
+    strided = any(x is not None and not x.is_contiguous() for x in (o_0, lse_0, out_o, out_lse))
+    fresh = (heads * head_dim, head_dim)
+    strides = (
+        *_strides(o_0, fresh, shape["VEC"]),
+        *_strides(lse_0, (heads, 1), 1),
+        *_strides(out_o, fresh, shape["VEC"]),
+        *_strides(out_lse, (heads, 1), 1),
+    )
+    fixed = {
+        **shape,
+        "BLOCK_N": 8 if states <= 8 else 64,
+        "BLOCK_O": 4 if states <= 4 else 8,
+        "STRIDED": strided,
+        "SEPARATE": separate,
+        "HAS_COUNTS": counts is not None,
+    }
+    count_dtype = None if counts is None else counts.dtype
+    pointers = (o_0.dtype, torch.float32, count_dtype, out_dtype, torch.float32)
+    module = _kernels()[0]
+    kernel = module.merge_many_aligned if aligned else module.merge_many_any
+    grid = -(-tokens * heads // shape["ROWS"])
+    launcher = _Launcher(kernel, o_0.device, grid, tuning.warps)
+
+    def run(o_0, lse_0, counts, o, lse, jumps, in_place):  # type: ignore
+        launcher(
+            in_place,
+            lambda: {**fixed, "IN_PLACE": in_place},
+            pointers,
+            (o_0, lse_0, counts, o, lse),
+            (states, tokens, heads, *jumps, *strides),
+        )
+
+    return run
+
+
+class _Launcher:
+    """Launches one kernel over one grid, compiling a variant when it is first needed."""
+
+    def __init__(self, kernel: Any, device: torch.device, grid: int, warps: int) -> None:
+        self._kernel, self._device, self._grid, self._warps = kernel, device, grid, warps
+        self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._interpreted = interpreted()
+
+    def __call__(
+        self,
+        variant: Any,
+        constants: Callable[[], dict[str, Any]],
+        pointers: tuple[torch.dtype | None, ...],
+        tensors: tuple[torch.Tensor | None, ...],
+        numbers: tuple[Any, ...],
+    ) -> None:
+        """Launch on the current stream.
+
+        Args:
+            variant: Names the constants below.
+            constants: The constexpr arguments of the variant.
+            pointers: Dtypes of ``tensors``.
+            tensors: Pointer arguments; None is a null pointer.
+            numbers: Scalar arguments.
+        """
+        if self._interpreted:
+            self._kernel[(self._grid,)](*tensors, *numbers, **constants())
+            return
+        index = self._device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):  # Triton launches on the current device
+                self._launch(variant, constants, pointers, tensors, numbers)
+        else:
+            self._launch(variant, constants, pointers, tensors, numbers)
+
+    def _launch(
+        self, variant: Any, constants: Any, pointers: Any, tensors: Any, numbers: Any
+    ) -> None:
+        found = self._variants.get(variant)
+        if found is None:
+            chosen = constants()
+            compiled = self._kernel.warmup(
+                *pointers, *numbers, **chosen, grid=(self._grid,), **self._options()
+            )
+            names = self._kernel.arg_names[len(tensors) + len(numbers) :]
+            trailing = tuple(chosen[name] for name in names)
+            found = self._variants[variant] = (compiled, trailing)
+        compiled, trailing = found
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        launch_compiled(compiled, self._grid, stream, (*tensors, *numbers, *trailing))
+
+    def _options(self) -> dict[str, Any]:
+        # Without fusion the two sides of a merge commute bit for bit.
+        return {"num_warps": self._warps, "enable_fp_fusion": False}
+
+
+def launch_compiled(compiled: Any, grid: int, stream: int, args: tuple[Any, ...]) -> None:
+    """Launch a compiled Triton kernel, with all arguments (tensors, scalars, constants) in order.
+
+    Tensors are passed as addresses, which spares the driver a look-up for each.
+    """
+    from triton import knobs
+
+    runtime = knobs.runtime
+    enter = runtime.launch_enter_hook
+    metadata = None
+    if enter is not None:  # a profiler listens
+        metadata = compiled.launch_metadata((grid, 1, 1), stream, *args)
+    addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args]
+    run = compiled.run  # loads the binary if need be; ``function`` is there afterwards
+    hooks = (metadata, enter, runtime.launch_exit_hook)
+    run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks, *addresses)
+
+
+def _vec(o: torch.Tensor, aligned: bool) -> int:
+    return 16 // o.element_size() if aligned else 1
+
+
+def _shape(o: torch.Tensor, aligned: bool, tuning: Tuning) -> dict[str, Any]:
+    """Tile sizes for rows like those of ``o``."""
+    block_d = min(MAX_BLOCK_D, 1 << max(0, o.shape[-1] - 1).bit_length())
+    elements = tuning.warps * 32 * tuning.vectors * 16 // o.element_size()
+    return {
+        "HEAD_DIM": o.shape[-1],
+        "BLOCK_D": block_d,
+        "ROWS": max(1, elements // block_d),
+        "VEC": _vec(o, aligned),
+    }
+
+
+def _strides(x: torch.Tensor | None, fresh: tuple[int, int], unit: int) -> tuple[int, int]:
+    """Token and head stride, in units of ``unit`` elements."""
+    token, head = fresh if x is None else (x.stride(0), x.stride(1))
+    return token // unit, head // unit
+
+
+__all__ = [
+    "TUNING",
+    "Tuning",
+    "interpreted",
+    "launch_compiled",
+    "missing",
+    "prepare_pair",
+    "prepare_separate",
+    "prepare_stacked",
+]

@@ -1,0 +1,186 @@
+"""Compiling CUDA sources at run time and launching them on torch's streams.
+
+NVRTC compiles (no toolkit needed), cuda.core loads and launches. A kernel is compiled on first
+use (about 0.15 s), kept per device, and kept on disk for the next process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import Reason
+
+MIN_CAPABILITY = (8, 0)
+CACHE_BYTES = 64 << 20
+
+
+@lru_cache(maxsize=1)
+def _core() -> Any:
+    """``(cuda.core, None)``, or ``(None, why it does not load)``; the module's home has moved."""
+    try:
+        import cuda.core as core
+
+        if not hasattr(core, "Program"):
+            import cuda.core.experimental as core  # type: ignore[no-redef]
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()  # fails if the library is not installed
+        return core, None
+    except Exception as error:  # a broken install may raise anything
+        return None, f"{type(error).__name__}: {error}"
+
+
+@lru_cache(maxsize=1)
+def missing() -> list[Reason]:
+    """Reasons for which this path cannot run in this process."""
+    if torch.version.hip is not None:
+        return [Reason("torch", "ROCm build", "CUDA build")]
+    if _core()[0] is None:
+        return [
+            Reason("cuda.core", str(_core()[1]), "installed", "pip install attn-backends[cuda]")
+        ]
+    return []
+
+
+@lru_cache(maxsize=64)
+def device_reasons(device: torch.device) -> tuple[Reason, ...]:
+    """Reasons against the device or its driver, where the packages are present."""
+    if missing():
+        return ()
+    from cuda.bindings import driver, nvrtc
+
+    reasons = []
+    capability = torch.cuda.get_device_capability(device)
+    name = "{}.{}".format(*capability)
+    if capability < MIN_CAPABILITY:
+        reasons.append(Reason("compute_capability", name, ">= 8.0"))
+    archs = nvrtc.nvrtcGetSupportedArchs()[-1]
+    if capability[0] * 10 + capability[1] not in archs:
+        fix = "install a newer nvidia-cuda-nvrtc"
+        reasons.append(Reason("compute_capability", name, "what NVRTC compiles for", fix))
+    major = nvrtc.nvrtcVersion()[-2]
+    driver_major = driver.cuDriverGetVersion()[-1] // 1000
+    if driver_major < major:
+        fix = f"install nvidia-cuda-nvrtc of CUDA {driver_major}"
+        reasons.append(Reason("driver CUDA", str(driver_major), f">= {major}, as NVRTC's", fix))
+    return tuple(reasons)
+
+
+def compile_cubin(source: Path, arch: str, defines: dict[str, int], logs: Any = None) -> Any:
+    """Compile a CUDA source for ``arch`` (as ``"sm_90"``); needs no GPU.
+
+    Args:
+        source: The file.
+        arch: Target.
+        defines: Macros.
+        logs: Receives what ptxas says about registers and spills; then nothing is cached.
+
+    Returns:
+        cuda.core's ``ObjectCode``, not yet loaded.
+    """
+    core = _core()[0]
+    options = core.ProgramOptions(
+        arch=arch,
+        std="c++17",
+        define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
+        ptxas_options=None if logs is None else ["-v"],
+    )
+    program = core.Program(source.read_text(), "c++", options)
+    if logs is not None:
+        return program.compile("cubin", logs=logs)
+    cache = _disk_cache()
+    if cache is not None:
+        try:
+            return program.compile("cubin", cache=cache)
+        except (OSError, TypeError, ValueError):  # unwritable, or a release without the argument
+            pass
+    return program.compile("cubin")
+
+
+@lru_cache(maxsize=1)
+def _disk_cache() -> Any:
+    try:
+        from cuda.core.utils import FileStreamProgramCache
+
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        path = Path(root) / "attn-backends" / "cuda"
+        return FileStreamProgramCache(path, max_size_bytes=CACHE_BYTES)
+    except Exception:  # no home, no permission, no such class: compile in every process
+        return None
+
+
+_LOCK = threading.Lock()
+_KERNELS: dict[Any, dict[str, Any]] = {}
+_STREAMS: dict[int, Any] = {}
+_thread = threading.local()
+
+
+def load_kernels(
+    source: Path, device: int, names: tuple[str, ...], defines: dict[str, int]
+) -> dict[str, Any]:
+    """The kernels of one specialisation of a source, compiled and loaded on a device."""
+    key = (source, device, tuple(sorted(defines.items())))
+    with _LOCK:
+        found = _KERNELS.get(key)
+        if found is None:
+            major, minor = torch.cuda.get_device_capability(device)
+            code = compile_cubin(source, f"sm_{major}{minor}", defines)
+            with torch.cuda.device(device), _relaxed_capture():
+                found = {name: code.get_kernel(name) for name in names}
+            _KERNELS[key] = found
+    return found
+
+
+class _relaxed_capture:
+    """Let this thread load a module while a graph is captured, as torch does for allocations."""
+
+    def __enter__(self) -> None:
+        from cuda.bindings import driver
+
+        self.driver = driver
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        _, self.mode = driver.cuThreadExchangeStreamCaptureMode(mode)
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.cuThreadExchangeStreamCaptureMode(self.mode)
+
+
+def launcher(device: torch.device, grid: int, threads: int) -> Callable[..., None]:
+    """``launch(kernel, *args)`` on the current stream of ``device``."""
+    core = _core()[0]
+    config = core.LaunchConfig(grid=grid, block=threads)
+    core_launch, index = core.launch, device.index
+    raw_stream, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+
+    def launch(kernel: Any, *args: Any) -> None:
+        if not hasattr(_thread, "ready"):  # a new thread has no CUDA context before torch's call
+            torch.cuda.set_device(torch.cuda.current_device())
+            _thread.ready = True
+        handle = raw_stream(index)
+        stream = _STREAMS.get(handle)
+        if stream is None:
+            stream = _STREAMS[handle] = _wrap_stream(core, handle)
+        if current() == index:
+            core_launch(stream, config, kernel, *args)
+        else:
+            with torch.cuda.device(index):
+                core_launch(stream, config, kernel, *args)
+
+    return launch
+
+
+def _wrap_stream(core: Any, handle: int) -> Any:
+    if handle == 0:
+        legacy = getattr(core, "LEGACY_DEFAULT_STREAM", None)
+        return core.Device().default_stream if legacy is None else legacy
+    return core.Stream.from_handle(handle)
+
+
+__all__ = ["compile_cubin", "device_reasons", "launcher", "load_kernels", "missing"]

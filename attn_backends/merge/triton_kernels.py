@@ -1,0 +1,288 @@
+"""The merge kernels in Triton: tiles of rows x head dim, one pass over memory.
+
+A program owns ROWS rows (token, head), reads their LSEs, computes their weights once, and combines
+``[ROWS, BLOCK_D]`` tiles with 16-byte accesses. As everywhere, with M the largest LSE:
+
+    w_i = exp(l_i - M) / sum_j exp(l_j - M)    o = sum_i w_i o_i    l = M + ln sum_j exp(l_j - M)
+
++inf counts as -inf, and outputs of weight 0 are selected away. With SPECULATE, for problems so
+small that latency decides, they are loaded before the weights are known; else they are not read.
+IN_PLACE puts a barrier between the last read and the first write of a program, since a row's LSE
+is read by several warps and written by one.
+
+Strides of outputs come in units of VEC elements, so that the compiler sees their alignment. This
+module imports Triton; go through ``triton_merge``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def _read_lse(ptrs, mask):
+    """LSEs with +inf and masked rows as -inf."""
+    lse = tl.load(ptrs, mask=mask, other=float("-inf"))
+    return tl.where(lse == float("inf"), float("-inf"), lse)
+
+
+@triton.jit
+def _offsets(rows, num_heads, width, stride_t, stride_h, STRIDED: tl.constexpr):
+    """64-bit offsets of 32-bit row numbers, by strides or of contiguous rows of ``width``."""
+    if STRIDED:
+        tokens = rows // num_heads
+        heads = rows - tokens * num_heads
+        offsets = tokens.to(tl.int64) * stride_t + heads.to(tl.int64) * stride_h
+    else:
+        offsets = rows.to(tl.int64) * width
+    return offsets
+
+
+def _merge_pair_kernel(
+    o_a_ptr,
+    lse_a_ptr,
+    o_b_ptr,
+    lse_b_ptr,
+    o_ptr,
+    lse_ptr,
+    scale_ptr,
+    scale: tl.float32,
+    num_tokens: tl.int64,
+    num_heads: tl.int32,
+    num_prefix: tl.int64,
+    stride_o_a_t: tl.int64,
+    stride_o_a_h: tl.int64,
+    stride_lse_a_t: tl.int64,
+    stride_lse_a_h: tl.int64,
+    stride_o_b_t: tl.int64,
+    stride_o_b_h: tl.int64,
+    stride_lse_b_t: tl.int64,
+    stride_lse_b_h: tl.int64,
+    stride_o_t: tl.int64,
+    stride_o_h: tl.int64,
+    stride_lse_t: tl.int64,
+    stride_lse_h: tl.int64,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    VEC: tl.constexpr,
+    STRIDED: tl.constexpr,
+    HAS_B: tl.constexpr,
+    SCALED: tl.constexpr,
+    SPECULATE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < num_tokens * num_heads
+    at = _offsets(rows, num_heads, 1, stride_lse_a_t, stride_lse_a_h, STRIDED)
+    lse_a = _read_lse(lse_a_ptr + at, live)
+    at = _offsets(rows, num_heads, 1, stride_lse_b_t, stride_lse_b_h, STRIDED)
+    lse_b = _read_lse(lse_b_ptr + at, live)
+    has_prefix = (num_prefix < 0) | (rows < num_prefix * num_heads)
+    lse_a = tl.where(has_prefix, lse_a, float("-inf"))
+    peak = tl.maximum(lse_a, lse_b)  # drops a NaN, which exp brings back
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    e_a = tl.exp(lse_a - peak)
+    e_b = tl.exp(lse_b - peak)
+    total = e_a + e_b
+    empty = total == 0.0
+    w_a = tl.where(empty, 0.0, e_a / total)
+    w_b = tl.where(empty, 0.0, e_b / total)
+    lse = peak + tl.log(total)
+
+    width: tl.constexpr = HEAD_DIM // VEC
+    at_a = _offsets(rows, num_heads, width, stride_o_a_t, stride_o_a_h, STRIDED)
+    at_b = _offsets(rows, num_heads, width, stride_o_b_t, stride_o_b_h, STRIDED)
+    at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED)
+    read_a = live if SPECULATE else live & (w_a != 0.0)
+    read_b = live if SPECULATE else live & (w_b != 0.0)
+    for start in tl.static_range(0, HEAD_DIM, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        inside = columns < HEAD_DIM
+        a = tl.load(
+            o_a_ptr + at_a[:, None] * VEC + columns[None, :],
+            mask=read_a[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        if HAS_B:
+            b = tl.load(
+                o_b_ptr + at_b[:, None] * VEC + columns[None, :],
+                mask=read_b[:, None] & inside[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        if SPECULATE:
+            o = tl.where((w_a != 0.0)[:, None], w_a[:, None] * a, 0.0)
+            if HAS_B:
+                o += tl.where((w_b != 0.0)[:, None], w_b[:, None] * b, 0.0)
+        else:
+            o = w_a[:, None] * a
+            if HAS_B:
+                o += w_b[:, None] * b
+        if SCALED:
+            divisor = tl.load(scale_ptr) if SCALED == 2 else scale  # 2: the scale is on the device
+            o = tl.div_rn(o, tl.zeros_like(o) + divisor)
+            o = tl.maximum(o, -FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+            o = tl.minimum(o, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        if IN_PLACE:
+            tl.debug_barrier()
+        tl.store(
+            o_ptr + at_o[:, None] * VEC + columns[None, :],
+            o.to(o_ptr.dtype.element_ty),
+            mask=live[:, None] & inside[None, :],
+        )
+    at = _offsets(rows, num_heads, 1, stride_lse_t, stride_lse_h, STRIDED)
+    tl.store(lse_ptr + at, lse, mask=live)
+
+
+@triton.jit
+def _jump(states, stride, j1, j2, j3, j4, j5, j6, j7, SEPARATE: tl.constexpr):
+    """Distance of states from the first: multiples of a stride, or one number each."""
+    if SEPARATE:
+        jump = tl.where(states == 1, j1, 0)
+        jump = tl.where(states == 2, j2, jump)
+        jump = tl.where(states == 3, j3, jump)
+        jump = tl.where(states == 4, j4, jump)
+        jump = tl.where(states == 5, j5, jump)
+        jump = tl.where(states == 6, j6, jump)
+        jump = tl.where(states == 7, j7, jump)
+    else:
+        jump = states * stride
+    return jump
+
+
+def _merge_many_kernel(
+    o_0_ptr,
+    lse_0_ptr,
+    counts_ptr,
+    o_ptr,
+    lse_ptr,
+    num_states: tl.int64,
+    num_tokens: tl.int64,
+    num_heads: tl.int32,
+    stride_o_n: tl.int64,
+    stride_lse_n: tl.int64,
+    o_1: tl.int64,
+    o_2: tl.int64,
+    o_3: tl.int64,
+    o_4: tl.int64,
+    o_5: tl.int64,
+    o_6: tl.int64,
+    o_7: tl.int64,
+    lse_1: tl.int64,
+    lse_2: tl.int64,
+    lse_3: tl.int64,
+    lse_4: tl.int64,
+    lse_5: tl.int64,
+    lse_6: tl.int64,
+    lse_7: tl.int64,
+    stride_o_in_t: tl.int64,
+    stride_o_in_h: tl.int64,
+    stride_lse_in_t: tl.int64,
+    stride_lse_in_h: tl.int64,
+    stride_o_t: tl.int64,
+    stride_o_h: tl.int64,
+    stride_lse_t: tl.int64,
+    stride_lse_h: tl.int64,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    VEC: tl.constexpr,
+    STRIDED: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < num_tokens * num_heads
+    width: tl.constexpr = HEAD_DIM // VEC
+    at_in = _offsets(rows, num_heads, width, stride_o_in_t, stride_o_in_h, STRIDED)
+    at_lse_in = _offsets(rows, num_heads, 1, stride_lse_in_t, stride_lse_in_h, STRIDED)
+    if HAS_COUNTS:
+        count = tl.load(counts_ptr + rows // num_heads, mask=live, other=0).to(tl.int64)
+        count = tl.minimum(count, num_states)
+    else:
+        count = tl.where(live, num_states, 0)
+    longest = tl.max(count, 0)
+
+    # Peak and sum of each row over blocks of states: the recurrence of the online softmax.
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, longest, BLOCK_N):
+        states = first + tl.arange(0, BLOCK_N).to(tl.int64)
+        at = _jump(states, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE)
+        known = states[:, None] < count[None, :]
+        lse = _read_lse(lse_0_ptr + at[:, None] + at_lse_in[None, :], known)  # [BLOCK_N, ROWS]
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        total = total * tl.exp(peak - shift) + tl.sum(tl.exp(lse - shift[None, :]), 0)
+        peak = new_peak
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+
+    at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED)
+    for start in tl.static_range(0, HEAD_DIM, BLOCK_D):
+        columns = start + tl.arange(0, BLOCK_D)
+        inside = columns < HEAD_DIM
+        o = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for first in range(0, longest, BLOCK_O):
+            states = first + tl.arange(0, BLOCK_O).to(tl.int64)
+            at = _jump(
+                states, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
+            )
+            known = states[:, None] < count[None, :]
+            lse = _read_lse(lse_0_ptr + at[:, None] + at_lse_in[None, :], known)
+            w = tl.exp(lse - shift[None, :]) / total[None, :]
+            w = tl.where(total[None, :] == 0.0, 0.0, w)  # [BLOCK_O, ROWS]
+            at = _jump(states, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
+            at = (at[:, None] + at_in[None, :]) * VEC
+            o_i = tl.load(
+                o_0_ptr + at[:, :, None] + columns[None, None, :],
+                mask=(known & (w != 0.0))[:, :, None] & inside[None, None, :],
+                other=0.0,
+            )  # [BLOCK_O, ROWS, BLOCK_D]
+            o += tl.sum(w[:, :, None] * o_i.to(tl.float32), 0)
+        if IN_PLACE:
+            tl.debug_barrier()
+        tl.store(
+            o_ptr + at_o[:, None] * VEC + columns[None, :],
+            o.to(o_ptr.dtype.element_ty),
+            mask=live[:, None] & inside[None, :],
+        )
+    if IN_PLACE:
+        tl.debug_barrier()
+    at_lse = _offsets(rows, num_heads, 1, stride_lse_t, stride_lse_h, STRIDED)
+    tl.store(lse_ptr + at_lse, shift + tl.log(total), mask=live)
+
+
+_INTS = (
+    "num_states num_tokens num_heads num_prefix scale stride_o_n stride_lse_n "
+    "o_1 o_2 o_3 o_4 o_5 o_6 o_7 lse_1 lse_2 lse_3 lse_4 lse_5 lse_6 lse_7 "
+    "stride_o_a_t stride_o_a_h stride_lse_a_t stride_lse_a_h stride_o_b_t stride_o_b_h "
+    "stride_lse_b_t stride_lse_b_h stride_o_in_t stride_o_in_h stride_lse_in_t stride_lse_in_h "
+    "stride_o_t stride_o_h stride_lse_t stride_lse_h"
+).split()
+_LSES = "lse_a_ptr lse_b_ptr lse_0_ptr lse_ptr scale_ptr counts_ptr".split()
+_OUTPUTS = "o_a_ptr o_b_ptr o_0_ptr o_ptr".split()
+
+
+def _jit(kernel, aligned: bool):
+    """Compile so that nothing but the alignment of outputs, which is known, is specialised on."""
+    names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    loose = _LSES if aligned else _LSES + _OUTPUTS
+    return triton.jit(
+        kernel,
+        do_not_specialize=[n for n in names if n in _INTS],
+        do_not_specialize_on_alignment=[n for n in names if n in loose],
+    )
+
+
+merge_pair_aligned = _jit(_merge_pair_kernel, True)
+merge_pair_any = _jit(_merge_pair_kernel, False)
+merge_many_aligned = _jit(_merge_many_kernel, True)
+merge_many_any = _jit(_merge_many_kernel, False)
+
+__all__ = ["merge_many_aligned", "merge_many_any", "merge_pair_aligned", "merge_pair_any"]
