@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .capabilities import Capabilities, IntSet
     from .capacity import Capacity
-    from .config import AttentionConfig
+    from .config import AttentionConfig, configure
     from .errors import (
         AttnBackendsError,
         BackendUnavailableError,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         BackendInfo,
         Explanation,
         Selection,
-        configure,
         explain,
         list_backends,
         register_attention_backend,
@@ -51,7 +50,7 @@ _MODULES = {
     "batch": ("Batch",),
     "capabilities": ("Capabilities", "IntSet"),
     "capacity": ("Capacity",),
-    "config": ("AttentionConfig",),
+    "config": ("AttentionConfig", "configure"),
     "errors": (
         "AttnBackendsError",
         "BackendUnavailableError",
@@ -69,7 +68,6 @@ _MODULES = {
         "BackendInfo",
         "Explanation",
         "Selection",
-        "configure",
         "explain",
         "list_backends",
         "register_attention_backend",

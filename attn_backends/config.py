@@ -18,8 +18,6 @@ from .errors import AttnBackendsError, BackendUnavailableError, InvalidInputErro
 if TYPE_CHECKING:
     from .settings import AttentionSettings
 
-MERGE_PATHS = ("auto", "cuda", "triton", "torch")
-
 
 class FrozenDict(dict[str, Any]):
     """A dict that refuses changes, so that a cached answer cannot outlive its settings."""
@@ -247,6 +245,68 @@ def checked_names(values: dict[str, Any]) -> None:
             lookup(name, where=environment.PREFIX + field.upper())
 
 
+class _Process:
+    """The configuration of the process, and the environment as it was last read.
+
+    Attributes:
+        config: What ``configure`` set.
+        generation: Grows with every ``configure``, so that caches can tell.
+        environment: Snapshot, stamps of the files read, and what they came to.
+    """
+
+    config: AttentionConfig | None = None
+    generation: int = 0
+    environment: tuple[Any, tuple[tuple[str, Any], ...], AttentionConfig] | None = None
+
+
+PROCESS = _Process()
+
+
+def configure(config: AttentionConfig | None) -> AttentionConfig | None:
+    """Set the configuration of the process; None takes it away.
+
+    A configuration given to a call replaces this one for that call.
+
+    Returns:
+        The configuration that held before.
+    """
+    if config is not None and not isinstance(config, AttentionConfig):
+        raise InvalidInputError.of("config", type(config).__name__, "an AttentionConfig or None")
+    before = PROCESS.config
+    PROCESS.config = config
+    PROCESS.generation += 1
+    return before
+
+
+def current_config() -> AttentionConfig | None:
+    """The configuration that ``configure`` set, or None."""
+    return PROCESS.config
+
+
+def stamp(path: str) -> tuple[int, ...] | None:
+    """What changes when a file changes; None if it is not there."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def environment_layer() -> AttentionConfig:
+    """The environment as a configuration, parsed again only when it or its file changed."""
+    known = PROCESS.environment
+    raw = environment.snapshot()
+    if known is not None and known[0] == raw:
+        if not known[1] or all(stamp(path) == then for path, then in known[1]):
+            return known[2]
+    path = environment.variable("CONFIG")
+    # The stamp comes first: a file that changes while it is read is then read again.
+    files = () if path is None else ((path, stamp(path)),)
+    config = environment_config()
+    PROCESS.environment = (raw, files, config)
+    return config
+
+
 def current_merge_path() -> str | None:
     """Path that the settings of the process ask for merges; None leaves it to the merge.
 
@@ -256,9 +316,7 @@ def current_merge_path() -> str | None:
     Raises:
         InvalidInputError: ``ATTN_BACKENDS_MERGE`` names no path.
     """
-    from .registry.layers import current_config, environment_layer
-
-    config = current_config()
+    config = PROCESS.config
     path = config.merge if config is not None else None
     if path is None:
         path = environment_layer().merge
@@ -274,11 +332,14 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "MERGE_PATHS",
     "AttentionConfig",
     "AttentionSettings",
     "checked",
+    "configure",
+    "current_config",
     "current_merge_path",
     "environment_config",
+    "environment_layer",
     "read_file",
+    "stamp",
 ]

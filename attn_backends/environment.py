@@ -31,6 +31,7 @@ VARIABLES = {
     "PLUGINS": "Comma-separated plugins that may be loaded, or none; unset allows all.",
     "VALIDATE": "1 checks device tensors too, with a sync.",
     "LOG": "Level of the library's log: debug, info, warning or error.",
+    "CACHE": "Folder for the models that `attn-backends generate` fetches.",
 }
 _NAMES, _LISTS = ("BACKEND", "PREFILL", "DECODE"), ("ALLOW", "DENY")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -153,6 +154,7 @@ def _allowed(name: str) -> str:
     return {
         "MERGE": "auto, cuda, triton, torch",
         "PLUGINS": "names of plugins between commas, or none",
+        "CACHE": "the path of a folder",
     }.get(name, "the path of a file")
 
 

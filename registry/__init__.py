@@ -8,7 +8,7 @@ if __name__ == "registry":
 
 from .entry import BackendEntry
 from .explanation import Explanation, PhaseChoice, explain
-from .layers import configure, current_config, use
+from .layers import use
 from .listing import BackendInfo, list_backends
 from .ranking import shape_bucket
 from .registry import ATTENTION_BACKENDS, register_attention_backend
@@ -24,8 +24,6 @@ __all__ = [
     "Selection",
     "TuningFile",
     "TuningRow",
-    "configure",
-    "current_config",
     "explain",
     "list_backends",
     "load_tuning",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import environment
-from ..config import AttentionConfig, environment_config
+from ..config import PROCESS, AttentionConfig, environment_layer
 from ..errors import InvalidInputError
 from .registry import AUTO, normalize
 
@@ -23,17 +23,6 @@ context: ContextVar[tuple[str | None, str | None]] = ContextVar(
     "attn_backends_use", default=(None, None)
 )
 _PHASE_INDEX = {"prefill": 0, "decode": 1}
-
-
-class _Process:
-    config: AttentionConfig | None = None
-    #: Grows with every ``configure``, so that caches can tell.
-    generation: int = 0
-    #: Snapshot, stamps of the files read, and what they came to.
-    environment: tuple[Any, tuple[Any, ...], AttentionConfig] | None = None
-
-
-PROCESS = _Process()
 
 
 @contextmanager
@@ -68,49 +57,6 @@ def use(
         yield
     finally:
         context.reset(token)
-
-
-def configure(config: AttentionConfig | None) -> AttentionConfig | None:
-    """Set the configuration of the process; None takes it away.
-
-    A configuration given to a call replaces this one for that call.
-
-    Returns:
-        The configuration that held before.
-    """
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise InvalidInputError.of("config", type(config).__name__, "an AttentionConfig or None")
-    before = PROCESS.config
-    PROCESS.config = config
-    PROCESS.generation += 1
-    return before
-
-
-def current_config() -> AttentionConfig | None:
-    """The configuration that ``configure`` set, or None."""
-    return PROCESS.config
-
-
-def stamp(path: str) -> tuple[int, ...] | None:
-    """What changes when a file changes; None if it is not there."""
-    try:
-        stat = os.stat(path)
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-def environment_layer() -> AttentionConfig:
-    """The environment as a configuration, parsed again only when it or its file changed."""
-    known = PROCESS.environment
-    raw = environment.snapshot()
-    if known is not None and known[0] == raw and all(stamp(p) == s for p, s in known[1]):
-        return known[2]
-    path = environment.variable("CONFIG")
-    files = () if path is None else ((path, stamp(path)),)
-    config = environment_config()
-    PROCESS.environment = (raw, files, config)
-    return config
 
 
 @dataclass(frozen=True)
@@ -208,14 +154,4 @@ def _requested(
     return AUTO, AUTO, ""
 
 
-__all__ = [
-    "PROCESS",
-    "Settings",
-    "configure",
-    "context",
-    "current_config",
-    "environment_layer",
-    "resolve",
-    "stamp",
-    "use",
-]
+__all__ = ["Settings", "context", "resolve", "use"]

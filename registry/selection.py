@@ -13,7 +13,7 @@ import torch
 
 from ..backend import AttentionBackend
 from ..capabilities import PHASES
-from ..config import AttentionConfig
+from ..config import PROCESS, AttentionConfig, stamp
 from ..environment import snapshot
 from ..errors import (
     AttnBackendsError,
@@ -25,7 +25,7 @@ from ..errors import (
 from ..packages import is_broken
 from ..spec import AttentionSpec
 from .entry import BackendEntry
-from .layers import PROCESS, Settings, context, resolve, stamp
+from .layers import Settings, context, resolve
 from .ranking import Ranking, ranking
 from .registry import AUTO, TABLE, known_names, lookup
 from .target import RaisedReason, Verdict, bind, judge, parse_options

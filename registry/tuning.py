@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..config import stamp
 from ..errors import InvalidInputError
-from .layers import stamp
 from .target import invalid_fields
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..config import current_merge_path
 from ..errors import InvalidInputError, Reason, UnsupportedCallError
 
 PATHS = ("cuda", "triton", "torch")
@@ -24,6 +25,12 @@ FP8_CAPABILITY = (8, 9)  # first with float8_e4m3fn conversions
 
 #: Path taken where a call names none; None chooses by the predicate. Configuration sets it.
 default_path: ContextVar[str | None] = ContextVar("attn_backends_merge_path", default=None)
+
+
+def asked_path() -> str | None:
+    """Path for calls that name none: that of the context, of the configuration, or None."""
+    path = default_path.get()
+    return current_merge_path() if path is None else path
 
 
 class MergePath(NamedTuple):
@@ -92,7 +99,7 @@ def choose(facts: MergeFacts, path: str | None) -> MergePath:
         UnsupportedCallError: The path asked for cannot do this merge.
     """
     if path is None:
-        path = default_path.get()
+        path = asked_path()
     if path is None:
         return _first_without_reason(facts)
     if path not in PATHS:
@@ -186,6 +193,7 @@ __all__ = [
     "PATHS",
     "MergeFacts",
     "MergePath",
+    "asked_path",
     "choose",
     "default_path",
     "vector_elements",

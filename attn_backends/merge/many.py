@@ -89,7 +89,7 @@ def split_states(states: Any) -> tuple[Any, Any]:
 def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> AttentionOutput:
     """``merge`` on real tensors, without the dispatcher."""
     if path is None:
-        path = dispatch.default_path.get()
+        path = dispatch.asked_path()
     try:
         key, pointers = _key(os, lses, out, counts)
         key = (key, pointers & 15, path)

@@ -76,7 +76,7 @@ def merge_eager(
 ) -> AttentionOutput:
     """``merge`` on real tensors, without the dispatcher."""
     if path is None:
-        path = dispatch.default_path.get()
+        path = dispatch.asked_path()
     try:
         key: Any = (layout(o_a), layout(lse_a), o_b is None or layout(o_b), layout(lse_b), path)
         pointers = o_a.data_ptr() | (0 if o_b is None else o_b.data_ptr())

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from attn_backends import AttentionSpec, configure, environment, register_attention_backend
+from attn_backends.config import PROCESS
 from attn_backends.errors import Reason
 from attn_backends.packages import forget_probes
 from attn_backends.registry import selection
-from attn_backends.registry.layers import PROCESS
 from attn_backends.registry.registry import TABLE
 from attn_backends.torch_native.backend import TorchNativeBackend
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import timeit
 from collections.abc import Callable
@@ -74,7 +75,7 @@ def test_every_kind_of_change_is_seen_at_once(
     path = tmp_path / "config.json"
     monkeypatch.setenv("ATTN_BACKENDS_CONFIG", str(path))
     for number, other in enumerate(("one", "two", "torch_native")):
-        path.write_text('{"backend": "%s"}' % other)
+        path.write_text(json.dumps({"backend": other}))
         os.utime(path, ns=(number, number))  # the clock of a file system may be coarse
         assert name() == other
 

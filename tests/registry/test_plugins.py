@@ -86,7 +86,7 @@ def test_broken_plugins_are_listed_with_their_errors_and_kill_nothing(
         assert not info.available and words in str(info), name
     assert infos["torch_native", "builtin"].available
     assert ab.select(spec, device="cpu").name == "torch_native"
-    with pytest.raises(ab.BackendUnavailableError, match="libtoy.so: cannot open"):
+    with pytest.raises(ab.BackendUnavailableError, match=r"libtoy\.so: cannot open"):
         ab.select(spec, backend="toy_broken")
     choice = ab.explain(spec, device="cpu", phase="prefill")
     assert "libtoy.so" in str(choice.rejected["toy_broken"][0])
@@ -107,7 +107,7 @@ def test_the_allow_list_decides_which_plugins_may_be_loaded(
     monkeypatch.setenv("ATTN_BACKENDS_PLUGINS", " TOY_PLUGIN ")
     assert ab.select(spec, backend="toy_plugin").name == "toy_plugin"
     monkeypatch.setenv("ATTN_BACKENDS_PLUGINS", "")
-    with pytest.raises(ab.InvalidInputError, match="ATTN_BACKENDS_PLUGINS=''.*or none"):
+    with pytest.raises(ab.InvalidInputError, match=r"ATTN_BACKENDS_PLUGINS=''.*or none"):
         ab.select(spec, backend="toy_plugin")
 
 

@@ -39,7 +39,7 @@ def test_string_target_is_imported_only_when_needed(
 def test_a_failed_import_is_remembered_with_its_message(spec: ab.AttentionSpec) -> None:
     ab.register_attention_backend("lazy", "no_such_module:Backend", install_hint="pip install it")
     for _ in range(2):
-        with pytest.raises(ab.BackendUnavailableError, match="no_such_module.*pip install it"):
+        with pytest.raises(ab.BackendUnavailableError, match=r"no_such_module.*pip install it"):
             ab.select(spec, backend="lazy")
     with pytest.raises(ab.BackendUnavailableError) as caught:
         ab.ATTENTION_BACKENDS["lazy"].load()

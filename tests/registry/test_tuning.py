@@ -124,7 +124,7 @@ def test_the_file_may_come_from_the_environment_and_a_change_is_seen(
             ["rows.0.median_us.a=0", "greater than 0"],
         ),
         (
-            '{"rows": [{"device": "c", "phase": "decode", "bucket": "x", "median_us": {"a": "1"}}]}',
+            '{"rows": [{"device": "c", "phase": "decode", "bucket": "", "median_us": {"a": "1"}}]}',
             ["rows.0.median_us.a='1'"],
         ),
     ],
