@@ -1,0 +1,1 @@
+"""The command line, behind the extra ``[cli]``; nothing else in the library imports it."""

@@ -1,0 +1,55 @@
+"""The console script ``attn-backends``; each command is a module with ``NAME`` and ``command``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+#: Modules of this package, in the order of the help text.
+COMMANDS = ("list_backends", "doctor", "explain", "generate", "roofline")
+_NEEDS = "attn-backends needs typer and rich: pip install 'attn-backends[cli]'"
+
+
+def build_app() -> typer.Typer:
+    """Assemble the commands."""
+    import typer
+
+    app = typer.Typer(
+        name="attn-backends",
+        help="Attention backends: which there are, whether they work, and which one is chosen.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_root)
+    for name in COMMANDS:
+        module: ModuleType = importlib.import_module(f"{__package__}.{name}")
+        app.command(module.NAME)(module.command)
+    return app
+
+
+def _root() -> None:
+    """Attention backends: which there are, whether they work, and which one is chosen."""
+
+
+def main() -> None:
+    """Run the command line; says what to install if typer or rich is missing."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+    except Exception as error:
+        print(f"{_NEEDS} ({type(error).__name__}: {error})", file=sys.stderr)
+        raise SystemExit(2) from error
+    build_app()()
+
+
+__all__ = ["COMMANDS", "build_app", "main"]
+
+
+if __name__ == "__main__":
+    main()
