@@ -1,7 +1,7 @@
 """The contract as something that can be run: an oracle, cases, checks, and two ways to run them.
 
-``run_conformance(backend)`` tries every rule on a backend and returns a report. For pytest, derive a
-class from ``BackendConformance`` and give it a ``backend``::
+``run_conformance(backend)`` tries every rule on a backend and returns a report. For pytest, derive
+a class from ``BackendConformance`` and give it a ``backend``::
 
     import pytest
     from attn_backends.conformance import BackendConformance

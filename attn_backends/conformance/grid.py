@@ -1,13 +1,13 @@
 """The feature grid: cases on which values and LSEs are compared with the oracle.
 
-``smoke`` tries every feature once, at sizes that an interpreter can run. ``full`` takes each feature
-through all its values, then mixes features at random, by a fixed seed.
+``smoke`` tries every feature once, at sizes that an interpreter can run. ``full`` takes each
+feature through all its values, then mixes features at random, by a fixed seed.
 """
 
 from __future__ import annotations
 
 import random
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -44,7 +44,7 @@ FP8 = torch.float8_e4m3fn
 MLA = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512}
 
 
-@lru_cache(maxsize=None)
+@cache
 def value_cases(level: str) -> list[Case]:
     """The grid of a level."""
     found = _smoke()

@@ -54,7 +54,7 @@ class Exact:
     Attributes:
         o: ``[q_len, H, DV]`` float64.
         lse: ``[q_len, H]`` float64.
-        size: ``[q_len, H]`` largest over lanes of ``sum_j p_j |v_j|``: the scale of rounding errors.
+        size: ``[q_len, H]`` largest over lanes of ``sum_j p_j |v_j|``: the scale of errors.
         reach: ``[q_len, H]`` largest ``|score|`` among the visible keys, 0 if there is none.
     """
 

@@ -1,11 +1,11 @@
-"""An opt-in pytest plugin: ``pytest -p attn_backends.conformance.plugin --attn-backend NAME``.
+r"""An opt-in pytest plugin: ``pytest -p attn_backends.conformance.plugin --attn-backend NAME``.
 
 It adds options for the backend, level and device, a file of expected failures whose stale entries
 fail the run, a header with versions and variables, and JSON and Markdown reports. With
 ``--attn-backend`` alone, and no test of your own, point pytest at
 ``attn_backends.conformance.suite``::
 
-    pytest -p attn_backends.conformance.plugin --pyargs attn_backends.conformance.suite \\
+    pytest -p attn_backends.conformance.plugin --pyargs attn_backends.conformance.suite \
         --attn-backend torch_native
 """
 

@@ -12,7 +12,6 @@ import math
 import torch
 
 from ..spec import AttentionSpec
-
 from .tolerance import Expected, unit_roundoff
 
 

@@ -243,7 +243,7 @@ def run_conformance(
 
 
 def check_backend(backend: Any, **kwargs: Any) -> Report:
-    """``run_conformance``, raising ConformanceError with the summary unless the backend conforms."""
+    """``run_conformance``, raising ConformanceError unless the backend conforms."""
     report = run_conformance(backend, **kwargs)
     if not report.ok:
         raise ConformanceError(report.summary())

@@ -55,7 +55,10 @@ def _empty_cases(level: str) -> list[Case]:
 
 @check("empty_rows", _empty_cases)
 def check_empty_rows(target: Target, case: Case) -> None:
-    """A query that sees no key has ``o = 0`` exactly and ``lse = -inf``; its neighbors are unmoved."""
+    """A query that sees no key has ``o = 0`` exactly and ``lse = -inf``.
+
+    Its neighbors are unmoved.
+    """
     _run_probe(target, case)
 
 
@@ -138,7 +141,7 @@ def _window_cases(level: str) -> list[Case]:
 
 @check("windows", _window_cases)
 def check_windows(target: Target, case: Case) -> None:
-    """Window bounds are inclusive around ``i + kv_len - q_len``, per row, wherever tiles are cut."""
+    """Window bounds are inclusive around ``i + kv_len - q_len``, for each row."""
     _run_probe(target, case)
 
 

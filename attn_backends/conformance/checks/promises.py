@@ -85,7 +85,7 @@ def _plan_cases(level: str) -> list[Case]:
 
 @check("plan_reuse", _plan_cases)
 def check_plan_reuse(target: Target, case: Case) -> None:
-    """One plan serves every layer, and every instance with an equal spec; runs leave it as it was."""
+    """One plan serves every layer, and every instance with an equal spec; runs do not wear it."""
     spec = case.spec(target.base)
     first, second = target.make(spec), target.make(spec)
     inputs = target.inputs(case)
@@ -128,8 +128,8 @@ def _capacity_cases(level: str) -> list[Case]:
 def check_capacity(target: Target, case: Case) -> None:
     """A plan with a capacity serves every batch within it after ``update``.
 
-    Lengths and numbers of sequences may change. On CUDA one captured graph is replayed; elsewhere ``run`` is called again.
-    A batch beyond the capacity is refused and changes nothing.
+    Lengths and numbers of sequences may change. On CUDA one captured graph is replayed; elsewhere
+    ``run`` is called again. A batch beyond the capacity is refused and changes nothing.
     """
     spec = case.spec(target.base)
     runner = _Replay(target, case, spec)

@@ -1,4 +1,4 @@
-"""Honoured or refused: every option has its effect, every refusal is real, every mistake is named."""
+"""Honoured or refused: options have effects, refusals are real, mistakes are named."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _mistake_cases(level: str) -> list[Case]:
 
 @check("mistakes", _mistake_cases)
 def check_mistakes(target: Target, case: Case) -> None:
-    """Input that no backend accepts raises InvalidInputError with field, value and allowed range."""
+    """What no backend accepts raises InvalidInputError with field, value and allowed range."""
     inputs = target.inputs(case)
     backend = target.make(inputs.spec)
     try:

@@ -52,7 +52,7 @@ def check_values(target: Target, case: Case) -> None:
 
 @check("lse", value_cases)
 def check_lse(target: Target, case: Case) -> None:
-    """``lse`` is the natural log of the sum of exp(score), float32, laid out ``[tokens, heads]``."""
+    """``lse`` is the natural log of the sum of exp(score), in float32, ``[tokens, heads]``."""
     require_lse(target.result(case).lse, target.expected(case))
 
 

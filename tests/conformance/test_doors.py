@@ -1,0 +1,216 @@
+"""The ways in: the report, expected failures, the base class and the pytest plugin."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+from attn_backends.conformance import (
+    BackendConformance,
+    ConformanceError,
+    ExpectedFailure,
+    check_backend,
+    matrix,
+    read_expected_failures,
+    run_conformance,
+)
+from attn_backends.errors import InvalidInputError
+from attn_backends.torch_native.backend import TorchNativeBackend, TorchNativeOptions
+
+SIX_LINES = """
+import pytest
+from attn_backends.conformance import BackendConformance
+
+class TestMine(BackendConformance):
+    requirements = {requirements}
+
+    @pytest.fixture
+    def backend(self):
+        return {backend}
+"""
+
+WRONG = """
+from attn_backends.torch_native.backend import TorchNativeBackend
+
+class Wrong(TorchNativeBackend):
+    name = "wrong"
+
+    def _run(self, *args):
+        result = super()._run(*args)
+        result.lse.mul_(1.25)
+        return result
+"""
+
+
+class LseOff(TorchNativeBackend):
+    name = "lse_off"
+
+    def _run(self, *args):
+        result = super()._run(*args)
+        result.lse.mul_(1.25)
+        return result
+
+
+class TestTorchNative(BackendConformance):
+    """The project's own use of the base class."""
+
+    @pytest.fixture
+    def backend(self):
+        return "torch_native"
+
+    @pytest.fixture
+    def device(self):
+        return "cpu"
+
+
+def test_both_implementations_of_the_reference_conform():
+    report = run_conformance(
+        "torch_native",
+        requirements=["values", "lse", "empty_rows", "visible_nan", "poison", "extreme_logits"],
+        options=TorchNativeOptions(implementation="naive"),
+    )
+    assert report.ok, report.summary()
+
+
+def test_a_report_counts_rows_and_lists_the_reasons_of_refusals(tmp_path):
+    report = run_conformance("torch_native", requirements=["capacity", "self_merge"])
+    path = report.write(tmp_path)
+    assert path.name == "conformance-torch_native.json"
+    data = json.loads(path.read_text())
+    assert data["counts"] == {"passed": 4, "refused": 4, "failed": 0, "xfailed": 0}
+    assert data["requirements"]["capacity"]["refused"] == 4
+    (refusal,) = data["refusals"]
+    assert refusal["count"] == 4 and refusal["reason"].startswith("capacity=given (supported: ")
+    assert {"command", "date", "torch", "commit", "packages"} <= set(data["meta"])
+    assert data["ok"] and not data["failures"]
+    assert "| capacity | 0 | 4 | 0 | 0 |" in report.to_markdown()
+    assert "| capacity | - |" in matrix([data])
+
+
+def test_a_failure_says_where_and_by_how_much():
+    report = run_conformance(LseOff, requirements=["lse"])
+    assert not report.ok
+    assert all("lse[token, head] at [" in row.detail for row in report.failures)
+    with pytest.raises(ConformanceError, match="lse_off on cpu, smoke"):
+        check_backend(LseOff, requirements=["lse"])
+
+
+def test_expected_failures_are_counted_and_stale_ones_fail():
+    known = [ExpectedFailure("self_merge/no-such-case", "was fixed")]
+    report = run_conformance("torch_native", requirements=["self_merge"], expected_failures=known)
+    assert report.stale == ("self_merge/no-such-case",) and not report.ok
+    known = [ExpectedFailure("lse/*", "wrong base"), ExpectedFailure("core/*", "wrong base")]
+    report = run_conformance(LseOff, requirements=["lse"], expected_failures=known)
+    assert report.counts("lse")["xfailed"] > 0
+    assert report.counts("core")["failed"] == 2, "the core cannot be excused"
+
+
+def test_expected_failures_need_a_reason(tmp_path):
+    path = tmp_path / "xfail.txt"
+    path.write_text("# a comment\n\nmine values/alibi-*  # not computed\nother lse/x  # y\n")
+    assert read_expected_failures(path, "mine") == [
+        ExpectedFailure("values/alibi-*", "not computed")
+    ]
+    path.write_text("mine values/alibi\n")
+    with pytest.raises(InvalidInputError, match="xfail.txt:1"):
+        read_expected_failures(path, "mine")
+
+
+def test_unknown_levels_and_requirements_are_refused():
+    with pytest.raises(InvalidInputError, match=r"level='quick' \(allowed: smoke, full\)"):
+        run_conformance("torch_native", "quick")
+    with pytest.raises(InvalidInputError, match="requirements=speed"):
+        run_conformance("torch_native", requirements=["speed"])
+    with pytest.raises(TypeError, match="backend=3"):
+        run_conformance(3)
+
+
+def _pytest(tmp_path, text, *options):
+    """Outcomes of a nested pytest run in this process."""
+    path = tmp_path / "test_nested.py"
+    path.write_text(text)
+    outcomes: dict[str, list] = {}
+
+    class Watch:
+        def pytest_runtest_logreport(self, report):
+            if report.when == "call" or report.outcome == "skipped":
+                kind = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+                outcomes.setdefault(kind, []).append(report)
+
+    arguments = [str(path), "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", *options]
+    saved = dict(sys.modules)
+    try:
+        code = pytest.main(arguments, plugins=[Watch()])
+    finally:
+        for name in set(sys.modules) - set(saved):
+            if "nested" in name:
+                del sys.modules[name]
+    return code, outcomes
+
+
+PLUGIN = ("-p", "attn_backends.conformance.plugin", "--attn-device", "cpu")
+
+
+def test_six_lines_test_a_backend(tmp_path):
+    text = SIX_LINES.format(requirements=("self_merge", "capacity"), backend='"torch_native"')
+    code, outcomes = _pytest(tmp_path, text)
+    assert code == 0
+    assert len(outcomes["passed"]) == 4 and len(outcomes["skipped"]) == 4
+    reason = outcomes["skipped"][0].longrepr[2]
+    assert "capacity=given (supported: None)" in reason
+
+
+def test_six_lines_fail_a_wrong_backend_and_show_the_rule(tmp_path):
+    text = WRONG + SIX_LINES.format(requirements=("lse",), backend="Wrong")
+    code, outcomes = _pytest(tmp_path, text, "-k", "lse-ragged-decode")
+    assert code == 1
+    assert "is the natural log of the sum" in str(outcomes["failed"][0].longrepr)
+
+
+def test_a_class_without_a_backend_fails(tmp_path):
+    text = SIX_LINES.format(requirements=("self_merge",), backend="None")
+    text = text[: text.index("    @pytest.fixture")]
+    code, _ = _pytest(tmp_path, text)
+    assert code == 1
+
+
+def test_the_plugin_writes_reports_and_fails_on_stale_entries(tmp_path):
+    known = tmp_path / "xfail.txt"
+    known.write_text("wrong lse/*  # scaled\nwrong core/gone  # fixed long ago\n")
+    text = WRONG + SIX_LINES.format(requirements=("lse",), backend="Wrong")
+    markdown = tmp_path / "report.md"
+    options = ("--attn-xfail", str(known), "--attn-json", str(tmp_path), "--attn-markdown",
+               str(markdown))  # fmt: skip
+    code, outcomes = _pytest(tmp_path, text, *PLUGIN, *options)
+    assert code == 1, "the core fails, and nothing excuses it"
+    assert outcomes["xfailed"] and len(outcomes["failed"]) == 2
+    data = json.loads((tmp_path / "conformance-wrong.json").read_text())
+    assert data["stale"] == ["core/gone"]
+    assert data["counts"]["xfailed"] == len(outcomes["xfailed"])
+    assert "# Conformance of `wrong`" in markdown.read_text()
+
+
+def test_a_stale_entry_alone_fails_the_run(tmp_path):
+    known = tmp_path / "xfail.txt"
+    known.write_text("torch_native self_merge/gone  # fixed long ago\n")
+    text = SIX_LINES.format(requirements=("self_merge",), backend='"torch_native"')
+    code, outcomes = _pytest(tmp_path, text, *PLUGIN, "--attn-xfail", str(known))
+    assert code == 1 and not outcomes.get("failed")
+
+
+def test_options_of_the_target_reach_the_backend():
+    seen = []
+
+    class Watching(TorchNativeBackend):
+        name = "watching"
+
+        def _run(self, q, *args):
+            seen.append((self.options, q.device))
+            return super()._run(q, *args)
+
+    options = TorchNativeOptions(tile_q=3)
+    run_conformance(Watching, requirements=["self_merge"], options=options, device="cpu")
+    assert seen and all(o is options and d == torch.device("cpu") for o, d in seen)
