@@ -23,7 +23,10 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch) -> 
     if not code:
         assert "```python" not in page.read_text()
         return
+    from attn_backends.registry.registry import TABLE
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(TABLE, "entries", dict(TABLE.entries))  # pages may register backends
     namespace: dict[str, object] = {"__name__": "__docs__"}
     for number, body in enumerate(code):
         exec(compile(body, f"{page.name}[{number}]", "exec"), namespace)
