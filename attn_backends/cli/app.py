@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from ..version import __version__
 
 if TYPE_CHECKING:
     import typer
@@ -21,20 +24,29 @@ def build_app() -> typer.Typer:
 
     app = typer.Typer(
         name="attn-backends",
-        help="Attention backends: which there are, whether they work, and which one is chosen.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.callback()(_root)
+    show = typer.Option(False, "--version", is_eager=True, help="Show the version and exit.")
+
+    def root(version: bool = show) -> None:
+        if version:
+            typer.echo(__version__)
+            raise typer.Exit
+
+    about = "Attention backends: which there are, whether they work, and which one is chosen."
+    app.callback(help=about, invoke_without_command=True)(root)
     for name in COMMANDS:
         module: ModuleType = importlib.import_module(f"{__package__}.{name}")
-        app.command(module.NAME)(module.command)
+        app.command(module.NAME, help=_unwrapped(module.command.__doc__))(module.command)
     return app
 
 
-def _root() -> None:
-    """Attention backends: which there are, whether they work, and which one is chosen."""
+def _unwrapped(document: str) -> str:
+    """A docstring with each paragraph on one line, to be wrapped to the terminal's width."""
+    paragraphs = inspect.cleandoc(document).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def main() -> None:
@@ -45,7 +57,7 @@ def main() -> None:
     except Exception as error:
         print(f"{_NEEDS} ({type(error).__name__}: {error})", file=sys.stderr)
         raise SystemExit(2) from error
-    build_app()()
+    build_app()(prog_name="attn-backends")
 
 
 __all__ = ["COMMANDS", "build_app", "main"]

@@ -10,6 +10,7 @@ import pytest
 
 from attn_backends.bench.roofline import MODELS
 from attn_backends.registry import register_attention_backend
+from attn_backends.version import __version__
 
 from .toys import Absent
 
@@ -213,6 +214,11 @@ def test_help_names_every_command(cli: Cli) -> None:
     text = cli("--help").stdout
     for name in ("list", "doctor", "explain", "generate", "roofline"):
         assert name in text
+
+
+def test_the_version_is_that_of_the_package(cli: Cli) -> None:
+    answer = cli("--version")
+    assert (answer.code, answer.stdout.strip()) == (0, __version__)
 
 
 def test_a_pipe_gets_neither_colors_nor_folded_tables(cli: Cli) -> None:
