@@ -122,7 +122,7 @@ def layer_spec(
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024, typed=True)  # 1 is not True
 def _spec(*fields: Any) -> AttentionSpec:
     return AttentionSpec(*fields)
 

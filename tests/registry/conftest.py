@@ -20,8 +20,12 @@ from attn_backends.torch_native.backend import TorchNativeBackend
 
 @pytest.fixture(autouse=True)
 def isolated() -> Iterator[None]:
-    """Undo what a test does to the state of the process."""
+    """Begin with the reference alone, and undo what a test does to the state of the process."""
     entries, rejected, scanned = dict(TABLE.entries), list(TABLE.rejected), TABLE.scanned
+    for name in set(TABLE.entries) - {"torch_native"}:
+        del TABLE.entries[name]
+    TABLE.scanned, TABLE.rejected = True, []
+    TABLE.generation += 1
     before = configure(None)
     PROCESS.environment = None
     selection._logged.clear()
