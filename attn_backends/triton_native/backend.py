@@ -1,0 +1,108 @@
+"""The ``triton`` backend: online softmax in plain Triton, with every feature of the contract."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..batch import Batch
+from ..capabilities import FEATURES, Capabilities, IntSet
+from ..capacity import Capacity
+from ..errors import Reason
+from ..output import AttentionOutput
+from ..plan import Plan
+from ..spec import AttentionSpec
+
+#: Widest head the kernels keep in registers and shared memory.
+MAX_HEAD_DIM = 576
+
+
+def interpreted() -> bool:
+    """Whether Triton was asked to interpret kernels on the host."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "off")
+
+
+class TritonOptions(BackendOptions):
+    """Options of the ``triton`` backend; the defaults are the measured choices."""
+
+    num_splits: int | None = Field(default=None, ge=1, le=1024)
+    """Parts that the keys of a short query are cut into; None lets the model of waves decide."""
+
+    split_keys: int | None = Field(default=None, ge=16, le=2**30)
+    """Keys per part instead; a multiple of the key tile is taken."""
+
+    split_config: tuple[int, int, int, int, int, int] | None = None
+    """For tuning: ``SplitConfig`` as (block_m, block_n, warps, stages, occupancy, min_chunk)."""
+
+    prefill_config: tuple[int, int, int, int, bool, bool] | None = None
+    """For tuning: ``PrefillConfig`` as (block_m, block_n, warps, stages, phases, heads_inner)."""
+
+    short_rows: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    """For tuning: queries of at most this many tokens times group take the split kernel."""
+
+    pdl: bool = True
+    """Let the merge kernel start early on Hopper and newer (programmatic dependent launch)."""
+
+
+class TritonBackend(AttentionBackend):
+    """Attention in plain Triton: prefill, extend, split-KV decode and MLA, ragged or paged.
+
+    The rows of each sequence are computed by one of two kernels: the split kernel if they are few,
+    the prefill kernel otherwise. With ``batch_invariant`` one kernel serves all rows and cuts keys
+    at fixed absolute positions, so that the bits of a row depend only on its query, its keys and
+    its position: not on batch mates, padding, bounds, or how the prompt was chunked.
+
+    A plan owns the workspace of its runs: use it on one stream at a time.
+    """
+
+    name = "triton"
+    Options = TritonOptions
+    capabilities = Capabilities(
+        devices=("cuda", "cpu") if interpreted() else ("cuda",),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn),
+        fp8_kv_dtypes=(torch.float8_e4m3fn,),
+        head_dims=IntSet(low=1, high=MAX_HEAD_DIM),
+        head_dims_v=IntSet(low=1, high=MAX_HEAD_DIM),
+        page_sizes=IntSet(low=1),
+        group_sizes=IntSet(low=1),
+        min_compute_capability=(8, 0),
+        features=frozenset(FEATURES),
+        fused_sinks=True,
+    )
+    options: TritonOptions
+
+    @classmethod
+    def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
+        """Whether Triton and the kernels load; the message of what went wrong is kept."""
+        try:
+            from . import plan  # noqa: F401
+        except Exception as error:  # a broken install may raise anything
+            text = f"{type(error).__name__}: {error}"
+            return [Reason("triton", text, ">=3.4", "pip install triton")]
+        return []
+
+    def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:
+        from .plan import TritonPlan
+
+        if batch.device.type == "cuda" and torch.cuda.current_device() != batch.device.index:
+            with torch.cuda.device(batch.device):
+                return TritonPlan(self, batch, capacity)
+        return TritonPlan(self, batch, capacity)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Any,
+        extras: RunExtras,
+        out: AttentionOutput | None,
+    ) -> AttentionOutput:
+        return plan.run(q, k, v, extras, out)
+
+
+__all__ = ["MAX_HEAD_DIM", "TritonBackend", "TritonOptions"]
