@@ -189,8 +189,8 @@ def _merge_many_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_O: tl.constexpr,
+    SHORT: tl.constexpr,
     VEC: tl.constexpr,
     STRIDED: tl.constexpr,
     SEPARATE: tl.constexpr,
@@ -207,20 +207,27 @@ def _merge_many_kernel(
         count = tl.minimum(count, num_states)
     else:
         count = tl.where(live, num_states, 0)
-    longest = tl.max(count, 0)
+    if SHORT:  # a loop of one turn, which the compiler inlines
+        longest: tl.constexpr = BLOCK_O
+    else:
+        longest = tl.max(count, 0)
 
-    # Peak and sum of each row over blocks of states: the recurrence of the online softmax.
+    # Peak and sum of each row: the recurrence of the online softmax, one state at a time. A
+    # reduction over a tile of states would tie these vectors to a layout of its own, and every
+    # later use would go through shared memory.
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for first in range(0, longest, BLOCK_N):
-        states = first + tl.arange(0, BLOCK_N).to(tl.int64)
-        at = _jump(states, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE)
-        known = states[:, None] < count[None, :]
-        lse = _read_lse(lse_0_ptr + at[:, None] + at_lse_in[None, :], known)  # [BLOCK_N, ROWS]
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        total = total * tl.exp(peak - shift) + tl.sum(tl.exp(lse - shift[None, :]), 0)
-        peak = new_peak
+    for first in range(0, longest, BLOCK_O):
+        for s in tl.static_range(BLOCK_O):
+            state = tl.zeros([], tl.int64) + first + s
+            at = _jump(
+                state, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
+            )
+            lse = _read_lse(lse_0_ptr + at + at_lse_in, state < count)
+            new_peak = tl.maximum(peak, lse)
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            total = total * tl.exp(peak - shift) + tl.exp(lse - shift)
+            peak = new_peak
     shift = tl.where(peak == float("-inf"), 0.0, peak)
 
     at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED)
@@ -229,22 +236,21 @@ def _merge_many_kernel(
         inside = columns < HEAD_DIM
         o = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for first in range(0, longest, BLOCK_O):
-            states = first + tl.arange(0, BLOCK_O).to(tl.int64)
-            at = _jump(
-                states, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
-            )
-            known = states[:, None] < count[None, :]
-            lse = _read_lse(lse_0_ptr + at[:, None] + at_lse_in[None, :], known)
-            w = tl.exp(lse - shift[None, :]) / total[None, :]
-            w = tl.where(total[None, :] == 0.0, 0.0, w)  # [BLOCK_O, ROWS]
-            at = _jump(states, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
-            at = (at[:, None] + at_in[None, :]) * VEC
-            o_i = tl.load(
-                o_0_ptr + at[:, :, None] + columns[None, None, :],
-                mask=(known & (w != 0.0))[:, :, None] & inside[None, None, :],
-                other=0.0,
-            )  # [BLOCK_O, ROWS, BLOCK_D]
-            o += tl.sum(w[:, :, None] * o_i.to(tl.float32), 0)
+            for s in tl.static_range(BLOCK_O):
+                state = tl.zeros([], tl.int64) + first + s
+                known = state < count
+                at = _jump(
+                    state, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
+                )
+                lse = _read_lse(lse_0_ptr + at + at_lse_in, known)
+                w = tl.where(total == 0.0, 0.0, tl.exp(lse - shift) / total)  # [ROWS]
+                at = _jump(state, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
+                o_i = tl.load(
+                    o_0_ptr + (at + at_in[:, None]) * VEC + columns[None, :],
+                    mask=(known & (w != 0.0))[:, None] & inside[None, :],
+                    other=0.0,
+                )  # [ROWS, BLOCK_D]
+                o += w[:, None] * o_i.to(tl.float32)
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(

@@ -16,6 +16,7 @@ import torch
 from ..errors import Reason
 
 MAX_BLOCK_D = 1024
+MAX_UNROLL = 8  # states that a program reads without a loop
 
 
 class Tuning(NamedTuple):
@@ -222,8 +223,8 @@ def _prepare_many(
     )
     fixed = {
         **shape,
-        "BLOCK_N": 8 if states <= 8 else 64,
-        "BLOCK_O": 4 if states <= 4 else 8,
+        "BLOCK_O": min(states, MAX_UNROLL),
+        "SHORT": states <= MAX_UNROLL,
         "STRIDED": strided,
         "SEPARATE": separate,
         "HAS_COUNTS": counts is not None,
