@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .capabilities import Capabilities, IntSet
     from .capacity import Capacity
+    from .cascade import cascade_attention
     from .config import AttentionConfig, configure
     from .errors import (
         AttnBackendsError,
@@ -50,6 +51,7 @@ _MODULES = {
     "batch": ("Batch",),
     "capabilities": ("Capabilities", "IntSet"),
     "capacity": ("Capacity",),
+    "cascade": ("cascade_attention",),
     "config": ("AttentionConfig", "configure"),
     "errors": (
         "AttnBackendsError",
@@ -118,6 +120,7 @@ __all__ = [
     "__version__",
     "apply_sinks",
     "attention",
+    "cascade_attention",
     "choose_merge_path",
     "configure",
     "explain",

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from . import environment
 from .errors import AttnBackendsError, BackendUnavailableError, InvalidInputError
@@ -75,7 +75,7 @@ class AttentionConfig(BaseModel):
     """True: the bits of a result do not depend on its batch mates. It adds to what a spec asks."""
     merge: Literal["auto", "cuda", "triton", "torch"] | None = None
     """Path of merges; None and ``auto`` choose by device, dtype and alignment."""
-    options: dict[str, dict[str, Any]] = FrozenDict()
+    options: dict[str, dict[str, Any]] = Field(default_factory=FrozenDict)
     """Options by backend name, checked by that backend's own ``Options`` model."""
     tuning_file: str | None = None
     """Measured ranking for ``auto``; relative to the file that names it."""

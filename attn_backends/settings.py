@@ -13,12 +13,16 @@ from .config import AttentionConfig, environment_config
 class _Environment(PydanticBaseSettingsSource):
     """The same reading of ``ATTN_BACKENDS_*`` that selection uses."""
 
+    def __init__(self, settings_cls: type[BaseSettings], given: dict[str, Any]) -> None:
+        super().__init__(settings_cls)
+        self._given = given
+
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         raise NotImplementedError("all fields are read together")
 
     def __call__(self) -> dict[str, Any]:
         values = environment_config().model_dump(exclude_none=True, exclude_defaults=True)
-        if "backend" in self.current_state:  # an argument goes before both phases' variables
+        if "backend" in self._given:  # an argument goes before both phases' variables
             values = {k: v for k, v in values.items() if k not in ("prefill", "decode")}
         return values
 
@@ -45,7 +49,7 @@ class AttentionSettings(BaseSettings, AttentionConfig):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then the environment as the rest of the library reads it."""
-        return init_settings, _Environment(settings_cls)
+        return init_settings, _Environment(settings_cls, getattr(init_settings, "init_kwargs", {}))
 
 
 __all__ = ["AttentionSettings"]

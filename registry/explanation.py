@@ -168,9 +168,9 @@ def _explain(
             continue
         entry = lookup(other)
         reasons = policy_reasons(other, settings)
-        reasons += judge(
-            entry, demanded(spec, settings), phase, device, settings.options.get(other)
-        ).reasons
+        if settings.deny is None or other not in settings.deny[0]:  # the denied are not loaded
+            options = settings.options.get(other)
+            reasons += judge(entry, demanded(spec, settings), phase, device, options).reasons
         if not reasons and order is None:  # able, but another was asked for by name
             fix = f"chosen by {settings.setting}"
             reasons = (Reason("backend", other, settings.name, fix),)

@@ -109,6 +109,12 @@ def test_a_config_is_frozen_and_can_be_copied_pickled_and_hashed() -> None:
         config.model_copy(update={"backend": "nope"})
 
 
+def test_the_schema_can_be_published() -> None:
+    schema = ab.AttentionConfig.model_json_schema()
+    assert set(schema["properties"]) == set(ab.AttentionConfig.model_fields)
+    assert schema["additionalProperties"] is False
+
+
 FIELDS = st.fixed_dictionaries(
     {},
     optional={

@@ -88,6 +88,13 @@ def test_it_is_readable_and_plain_data(spec: ab.AttentionSpec, register: Registe
     assert data["device"] == "cpu"
 
 
+def test_a_denied_backend_is_not_loaded_to_explain(spec: ab.AttentionSpec) -> None:
+    ab.register_attention_backend("broken", "no_such_module:Backend")
+    config = ab.AttentionConfig(deny=["broken"])
+    choice = ab.explain(spec, device="cpu", phase="prefill", config=config)
+    assert [r.fix for r in choice.rejected["broken"]] == ["it is in deny (config argument)"]
+
+
 def test_a_refused_call_is_explained_not_raised(spec: ab.AttentionSpec, register: Register) -> None:
     register("unable", head_dims=ab.IntSet((64,)))
     choice = ab.explain(spec, device="cpu", phase="prefill", backend="unable")
