@@ -43,7 +43,7 @@ _ENCODED = tuple(
 _warned: set[str] = set()
 
 
-def snapshot() -> tuple[Any, ...]:
+def snapshot() -> int | tuple[Any, ...]:
     """Raw values of all variables, and the size of the environment, as a cheap cache key.
 
     The size is there because a misspelt variable changes nothing else.
@@ -51,6 +51,8 @@ def snapshot() -> tuple[Any, ...]:
     raw = getattr(os.environ, "_data", None)
     if type(raw) is not dict:  # another implementation of os.environ: slower, the same meaning
         return (len(os.environ), *(os.environ.get(PREFIX + name) for name in VARIABLES))
+    if raw.keys().isdisjoint(_ENCODED):  # nearly always: none is set
+        return len(raw)
     return (len(raw), *map(raw.get, _ENCODED))
 
 
