@@ -1,4 +1,7 @@
-"""``attention``: one call from tensors to a state, for people and for compiled models."""
+"""``attention``: one call from tensors to a state, for people and for compiled models.
+
+What decides over it is here too: ``select``, ``explain``, ``use``, ``configure``.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ import torch
 
 from . import ops
 from .backend import RunExtras
-from .config import AttentionConfig
+from .config import AttentionConfig, configure
 from .errors import InvalidInputError
 from .forms import Given, lengths, uniform_batch
 from .output import AttentionOutput
+from .registry import explain, list_backends, select, use
 from .spec import check_window
 
 Ints = Sequence[int] | torch.Tensor
@@ -256,4 +260,4 @@ def _finish(state: AttentionOutput, q: torch.Tensor, out: Any, *, written: bool)
     return AttentionOutput(*out)
 
 
-__all__ = ["attention"]
+__all__ = ["attention", "configure", "explain", "list_backends", "select", "use"]

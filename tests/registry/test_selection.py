@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,20 @@ def test_equal_questions_share_one_instance(spec: ab.AttentionSpec) -> None:
     assert other is not first and other.options.tile_k == 7  # type: ignore[attr-defined]
     assert ab.select(spec, device="cpu", config=config.model_copy()).backend is other
     assert ab.select(replace(spec, causal=False), device="cpu").backend is not first
+
+
+def test_threads_that_ask_at_once_share_one_instance(spec: ab.AttentionSpec) -> None:
+    class Slow(TorchNativeBackend):
+        name = "slow"
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.02)
+            super().__init__(*args, **kwargs)
+
+    ab.register_attention_backend("slow", Slow)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: ab.select(spec, backend="slow").backend, range(8)))
+    assert len(set(map(id, found))) == 1
 
 
 def test_options_with_lists_still_give_one_instance(spec: ab.AttentionSpec) -> None:
