@@ -100,7 +100,8 @@ def prepare_pair(
     """Prepare a two-way merge of tensors laid out like these; outputs None are contiguous.
 
     Returns:
-        ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale)``.
+        ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale, in_place)``, with
+        addresses for tensors, 0 for none.
     """
     tokens, heads, head_dim = o_a.shape
     vectors = head_dim * o_a.element_size() // 16
@@ -121,20 +122,14 @@ def prepare_pair(
     launch = nvrtc.launcher(o_a.device, grid, tuning.threads)
     kernels = _Variants(o_a.device.index, ("merge_pair_small", "merge_pair_large"), name, defines)
 
-    def run(o_a, lse_a, o_b, lse_b, o, lse, num_prefix, scale):  # type: ignore
-        p_a, p_o, l_a, l_o = o_a.data_ptr(), o.data_ptr(), lse_a.data_ptr(), lse.data_ptr()
-        p_b, l_b = 0 if o_b is None else o_b.data_ptr(), lse_b.data_ptr()
-        in_place = p_o == p_a or p_o == p_b or l_o == l_a or l_o == l_b
-        if scale is None:
-            where, number = 0, 1.0
-        elif isinstance(scale, torch.Tensor):
-            where, number = scale.data_ptr(), 1.0
-        else:
-            where, number = 0, float(scale)
-        kernel = kernels.get(in_place)
-        launch(
-            kernel, p_a, l_a, p_b, l_b, p_o, l_o, tokens, heads, num_prefix, where, number, *strides
-        )
+    def run(o_a, lse_a, o_b, lse_b, o, lse, num_prefix, scale, in_place):  # type: ignore
+        where, number = 0, 1.0
+        if isinstance(scale, torch.Tensor):
+            where = scale.data_ptr()
+        elif scale is not None:
+            number = float(scale)
+        args = (o_a, lse_a, o_b, lse_b, o, lse, tokens, heads, num_prefix, where, number)
+        launch(kernels.get(in_place), *args, *strides)
 
     return run
 

@@ -51,7 +51,7 @@ def merge(states: Any, out: Any, path: str | None, counts: Any) -> AttentionOutp
 def merge_separate(os: Any, lses: Any, out: Any, path: str | None) -> AttentionOutput:
     """Merge separate states on real tensors; two of them are a pair."""
     if len(os) == 2:
-        return pair.merge_eager(os[0], lses[0], os[1], lses[1], out, path, None, None)
+        return pair.merge(os[0], lses[0], os[1], lses[1], out, path, None, None, from_op=True)
     return merge_eager(os, lses, out, path, None)
 
 

@@ -66,12 +66,12 @@ def merge_many(os: Any, lses: Any, out: Any, path: Any, counts: Any) -> Attentio
 
 def _pair(o_a, lse_a, o_b, lse_b, num_prefix, scale, scale_tensor, path):  # type: ignore
     factor = scale if scale_tensor is None else scale_tensor
-    return tuple(pair.merge_eager(o_a, lse_a, o_b, lse_b, None, path, num_prefix, factor))
+    return tuple(pair.merge(o_a, lse_a, o_b, lse_b, None, path, num_prefix, factor, from_op=True))
 
 
 def _pair_out(o_a, lse_a, o_b, lse_b, num_prefix, scale, scale_tensor, path, o, lse):  # type: ignore
     factor = scale if scale_tensor is None else scale_tensor
-    pair.merge_eager(o_a, lse_a, o_b, lse_b, (o, lse), path, num_prefix, factor)
+    pair.merge(o_a, lse_a, o_b, lse_b, (o, lse), path, num_prefix, factor, from_op=True)
 
 
 def _pair_inplace(o_a, lse_a, *rest):  # type: ignore

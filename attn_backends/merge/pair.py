@@ -19,27 +19,29 @@ from .dispatch import MergePath
 
 MAX_PLANS = 4096  # token counts vary from step to step: forget all rather than grow
 
-#: ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale)``; o_b None means zeros.
-Launch = Callable[..., None]
-
 
 class PairPlan(NamedTuple):
     """What a call with known layouts needs.
 
     Attributes:
         path: The path taken and why.
-        launch: Runs it.
+        launch: ``launch(*six, num_prefix, scale, in_place)``, where six are o_a, lse_a, o_b,
+            lse_b, out.o, out.lse as addresses or tensors; None if there is nothing to do.
+        by_address: Whether ``launch`` takes addresses.
+        fresh_like: Whether fresh outputs are laid out as o_a and lse_a, which is cheap to say.
         shape: ``[T, H, DV]`` of the result.
         dtype: Of the result's ``o``.
-        extents: Bytes spanned by o_a, lse_a, o_b, lse_b, out.o, out.lse.
-        same_layout: Whether out.o is laid out as o_a, o_b, and out.lse as lse_a, lse_b.
+        extents: Bytes spanned by the six.
+        same_layout: Whether out.o is laid out as o_a and o_b, and out.lse as lse_a and lse_b.
     """
 
     path: MergePath
-    launch: Launch | None
+    launch: Callable[..., None] | None
+    by_address: bool
+    fresh_like: bool
     shape: torch.Size
     dtype: torch.dtype
-    extents: tuple[int, ...]
+    extents: tuple[int, int, int, int, int, int]
     same_layout: tuple[bool, bool, bool, bool]
 
 
@@ -55,57 +57,70 @@ def merge(
     path: str | None,
     num_prefix: int | None,
     scale: float | torch.Tensor | None,
+    from_op: bool = False,
 ) -> AttentionOutput:
-    """Merge two states; ``o_b`` None is an output of zeros. See ``merge_state``."""
-    if torch.compiler.is_compiling() or type(o_a) is not torch.Tensor:
+    """Merge two states. See ``merge_state``.
+
+    Args:
+        o_a: First output.
+        lse_a: Its LSE.
+        o_b: Second output; None is an output of zeros.
+        lse_b: Its LSE.
+        out: Pair to write, or None.
+        path: Path asked for, or None.
+        num_prefix: Tokens that have the first state, or None for all.
+        scale: Divisor of a float8 result, or None.
+        from_op: Called by the registered operator, whatever the tensors' types.
+    """
+    if (torch.compiler.is_compiling() or type(o_a) is not torch.Tensor) and not from_op:
         from . import ops
 
         return ops.merge_pair(o_a, lse_a, o_b, lse_b, out, path, num_prefix, scale)
-    return merge_eager(o_a, lse_a, o_b, lse_b, out, path, num_prefix, scale)
-
-
-def merge_eager(
-    o_a: torch.Tensor,
-    lse_a: torch.Tensor,
-    o_b: torch.Tensor | None,
-    lse_b: torch.Tensor,
-    out: Any,
-    path: str | None,
-    num_prefix: int | None,
-    scale: float | torch.Tensor | None,
-) -> AttentionOutput:
-    """``merge`` on real tensors, without the dispatcher."""
     if path is None:
         path = dispatch.asked_path()
+    key: Any
+    p_a = l_a = p_b = l_b = p_o = l_o = 0
     try:
-        key: Any = (layout(o_a), layout(lse_a), o_b is None or layout(o_b), layout(lse_b), path)
-        pointers = o_a.data_ptr() | (0 if o_b is None else o_b.data_ptr())
+        p_a, l_a, l_b = o_a.data_ptr(), lse_a.data_ptr(), lse_b.data_ptr()
+        key = (layout(o_a), layout(lse_a), layout(lse_b), path, scale is None)
+        if o_b is not None:
+            p_b = o_b.data_ptr()
+            key += (layout(o_b),)
         if out is not None:
-            out_o, out_lse = out
-            key = (*key, layout(out_o), layout(out_lse))
-            pointers |= out_o.data_ptr()
-        key = (*key, pointers & 15, scale is not None)
+            o, lse = out
+            p_o, l_o = o.data_ptr(), lse.data_ptr()
+            key += (None, layout(o), layout(lse))
+        key += ((p_a | p_b | p_o) & 15,)
         plan = _PLANS.get(key)
     except (AttributeError, TypeError, ValueError):  # something is no tensor: the checks name it
         plan = key = None
-    if plan is None or torch.is_grad_enabled():
-        plan = _checked_plan(plan, key, o_a, lse_a, o_b, lse_b, out, path, scale)
-    if num_prefix is not None:
-        checks.check_num_prefix(num_prefix, plan.shape[0])
+    if plan is None or (torch.is_grad_enabled() and _needs_grad(o_a, lse_a, o_b, lse_b, out)):
+        plan = _make_plan(key, o_a, lse_a, o_b, lse_b, out, path, scale)
     if scale is not None:
         checks.check_scale(scale, o_a.device)
+    prefix = -1
+    if num_prefix is not None:
+        checks.check_num_prefix(num_prefix, plan.shape[0])
+        prefix = int(num_prefix)
+    in_place = False
     if out is None:
-        o = torch.empty(plan.shape, dtype=plan.dtype, device=o_a.device)
-        lse = torch.empty(plan.shape[:2], dtype=torch.float32, device=o_a.device)
+        if plan.fresh_like:
+            o, lse = torch.empty_like(o_a), torch.empty_like(lse_a)
+        else:
+            o = torch.empty(plan.shape, dtype=plan.dtype, device=o_a.device)
+            lse = torch.empty(plan.shape[:2], dtype=torch.float32, device=o_a.device)
+        p_o, l_o = o.data_ptr(), lse.data_ptr()
     else:
-        o, lse = out
-        if not _clearly_apart(plan, o_a, lse_a, o_b, lse_b, o, lse):
-            checks.check_overlap(
-                (("out.o", o), ("out.lse", lse)), _named_inputs(o_a, lse_a, o_b, lse_b)
-            )
-    if plan.launch is not None:
-        prefix = -1 if num_prefix is None else num_prefix
-        plan.launch(o_a, lse_a, o_b, lse_b, o, lse, prefix, scale)
+        in_place = p_o == p_a or p_o == p_b or l_o == l_a or l_o == l_b
+        if not _clearly_apart(plan, p_a, l_a, p_b, l_b, p_o, l_o):
+            inputs = _named_inputs(o_a, lse_a, o_b, lse_b)
+            checks.check_overlap((("out.o", o), ("out.lse", lse)), inputs)
+    if plan.launch is None:
+        pass
+    elif plan.by_address:
+        plan.launch(p_a, l_a, p_b, l_b, p_o, l_o, prefix, scale, in_place)
+    else:
+        plan.launch(o_a, lse_a, o_b, lse_b, o, lse, prefix, scale, in_place)
     return AttentionOutput(o, lse)
 
 
@@ -143,39 +158,33 @@ def _named_inputs(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> list[tuple[str,
     return [(name, x) for name, x in sides if x is not None]
 
 
-def _checked_plan(
-    plan: PairPlan | None,
-    key: Any,
-    o_a: Any,
-    lse_a: Any,
-    o_b: Any,
-    lse_b: Any,
-    out: Any,
-    path: str | None,
-    scale: Any,
+def _needs_grad(*tensors: Any) -> bool:
+    flat = (*tensors[:4], *(tensors[4] or ()))
+    return any(x is not None and x.requires_grad for x in flat)
+
+
+def _make_plan(
+    key: Any, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, out: Any, path: str | None, scale: Any
 ) -> PairPlan:
-    """Check everything that layouts decide, and gradients, which are no part of a layout."""
-    if plan is not None:
-        outputs = () if out is None else tuple(out)
-        tensors = (o_a, lse_a, o_b, lse_b, *outputs)
-        if not any(x is not None and x.requires_grad for x in tensors):
-            return plan
+    """Check everything that layouts decide (and gradients), and prepare the launch."""
     check_pair(o_a, lse_a, o_b, lse_b, out, scale)
     dtype = result_dtype(o_a, out, scale)
     out_o, out_lse = (None, None) if out is None else out
     named = [("o_a", o_a)] + ([] if o_b is None else [("o_b", o_b)])
     choice = dispatch.choose(facts(named, out_o, dtype), path)
+    six = (o_a, lse_a, o_b, lse_b, out_o, out_lse)
     launch = None
     if o_a.shape[0] and o_a.shape[1]:
-        layouts = (o_a, lse_a, o_b, lse_b, out_o, out_lse)
-        launch = _launcher(choice.path, layouts, dtype, named)
+        launch = _launcher(choice.path, six, dtype, named)
     plan = PairPlan(
         path=choice,
         launch=launch,
+        by_address=choice.path != "torch" and o_a.device.type == "cuda",
+        fresh_like=dtype == o_a.dtype and o_a.is_contiguous() and lse_a.is_contiguous(),
         shape=o_a.shape,
         dtype=dtype,
-        extents=_extents(o_a, lse_a, o_b, lse_b, out_o, out_lse),
-        same_layout=_same_layouts(o_a, lse_a, o_b, lse_b, out_o, out_lse),
+        extents=tuple(0 if x is None or not x.numel() else checks.extent(x) for x in six),  # type: ignore[arg-type]
+        same_layout=_same_layouts(*six),
     )
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
@@ -218,16 +227,16 @@ def facts(named: Any, out_o: Any, out_dtype: torch.dtype) -> dispatch.MergeFacts
     return dispatch.MergeFacts(o.device, o.dtype, out_dtype, rows, o.shape[-1], fault)
 
 
-def _launcher(path: str, layouts: Any, dtype: torch.dtype, named: Any) -> Launch:
+def _launcher(path: str, six: Any, dtype: torch.dtype, named: Any) -> Callable[..., None]:
     if path == "torch":
         return torch_merge.merge_pair
     if path == "triton":
         from . import triton_merge
 
-        return triton_merge.prepare_pair(*layouts, dtype, is_aligned(named, layouts[-2]))
+        return triton_merge.prepare_pair(*six, dtype, is_aligned(named, six[-2]))
     from . import cuda_merge
 
-    return cuda_merge.prepare_pair(*layouts, dtype)
+    return cuda_merge.prepare_pair(*six, dtype)
 
 
 def is_aligned(named: Any, out_o: torch.Tensor | None) -> bool:
@@ -237,10 +246,6 @@ def is_aligned(named: Any, out_o: torch.Tensor | None) -> bool:
     if o.shape[-1] % dispatch.vector_elements(o.dtype) or any(x.data_ptr() % 16 for x in outputs):
         return False
     return dispatch.vector_fault([("o", x) for x in outputs], o.dtype) is None
-
-
-def _extents(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if x is None or not x.numel() else checks.extent(x) for x in tensors)
 
 
 def _same_layouts(
@@ -253,23 +258,25 @@ def _same_layouts(
 
 
 def _clearly_apart(
-    plan: PairPlan, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, o: Any, lse: Any
+    plan: PairPlan, p_a: int, l_a: int, p_b: int, l_b: int, p_o: int, l_o: int
 ) -> bool:
-    """Whether each output is an input exactly or clear of its byte range; cheap."""
-    start_o, start_lse = o.data_ptr(), lse.data_ptr()
-    size_o, size_lse = plan.extents[4], plan.extents[5]
-    end_o, end_lse = start_o + size_o, start_lse + size_lse
-    same = plan.same_layout
-    for i, x in enumerate((o_a, lse_a, o_b, lse_b)):
-        if x is None:
-            continue
-        start = x.data_ptr()
-        end = start + plan.extents[i]
-        if start < end_o and start_o < end and not (i % 2 == 0 and same[i] and start == start_o):
-            return False
-        if start < end_lse and start_lse < end and not (i % 2 and same[i] and start == start_lse):
-            return False
-    return not (start_o < end_lse and start_lse < end_o)
+    """Whether each output is one input exactly, or its byte range is clear of all others."""
+    size_p_a, size_l_a, size_p_b, size_l_b, size_o, size_lse = plan.extents
+    end_o, end_lse = p_o + size_o, l_o + size_lse
+    o_as_a, lse_as_a, o_as_b, lse_as_b = plan.same_layout
+    if p_a < end_o and p_o < p_a + size_p_a and not (o_as_a and p_a == p_o):
+        return False
+    if p_b < end_o and p_o < p_b + size_p_b and not (o_as_b and p_b == p_o):
+        return False
+    if l_a < end_lse and l_o < l_a + size_l_a and not (lse_as_a and l_a == l_o):
+        return False
+    if l_b < end_lse and l_o < l_b + size_l_b and not (lse_as_b and l_b == l_o):
+        return False
+    if (l_a < end_o and p_o < l_a + size_l_a) or (l_b < end_o and p_o < l_b + size_l_b):
+        return False
+    if (p_a < end_lse and l_o < p_a + size_p_a) or (p_b < end_lse and l_o < p_b + size_p_b):
+        return False
+    return end_o <= l_o or end_lse <= p_o
 
 
-__all__ = ["PairPlan", "apply_sinks", "check_pair", "choose_path", "merge", "merge_eager"]
+__all__ = ["PairPlan", "apply_sinks", "check_pair", "choose_path", "merge"]

@@ -35,6 +35,7 @@ def merge_pair(
     out_lse: torch.Tensor,
     num_prefix: int,
     scale: float | torch.Tensor | None,
+    in_place: bool = False,
 ) -> None:
     """Merge two states into ``out_o``, ``out_lse``, which may be the inputs themselves.
 
@@ -47,6 +48,7 @@ def merge_pair(
         out_lse: ``[T, H]`` float32 to write.
         num_prefix: Rows from here on take the second state alone; negative means no such row.
         scale: Divide by this and saturate, for a float8_e4m3fn ``out_o``.
+        in_place: Whether an output is an input; all is read before anything is written.
     """
     math = _math_dtype(o_a)
     a, b = _readable_lse(lse_a, math), _readable_lse(lse_b, math)

@@ -87,7 +87,8 @@ def prepare_pair(
         tuning: Launch shape.
 
     Returns:
-        ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale)``.
+        ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale, in_place)``, with
+        tensors or addresses.
     """
     tokens, heads, head_dim = o_a.shape
     shape = _shape(o_a, aligned, tuning)
@@ -112,25 +113,18 @@ def prepare_pair(
     grid = -(-tokens * heads // shape["ROWS"])
     launcher = _Launcher(kernel, o_a.device, grid, tuning.warps)
 
-    def run(o_a, lse_a, o_b, lse_b, o, lse, num_prefix, scale):  # type: ignore
-        p_o, p_lse = o.data_ptr(), lse.data_ptr()
-        in_place = p_o == o_a.data_ptr() or p_lse == lse_a.data_ptr() or p_lse == lse_b.data_ptr()
-        if o_b is not None and p_o == o_b.data_ptr():
-            in_place = True
-        if scale is None:
-            scaled, where, number = 0, None, 1.0
-        elif isinstance(scale, torch.Tensor):
-            scaled, where, number = 2, scale, 1.0
-        else:
-            scaled, where, number = 1, None, float(scale)
-        tensors = (o_a, lse_a, o_b, lse_b, o, lse, where)
-        numbers = (number, tokens, heads, num_prefix, *strides)
+    def run(o_a, lse_a, o_b, lse_b, o, lse, num_prefix, scale, in_place):  # type: ignore
+        scaled, where, number = 0, None, 1.0
+        if isinstance(scale, torch.Tensor):
+            scaled, where = 2, scale
+        elif scale is not None:
+            scaled, number = 1, float(scale)
         launcher(
             (in_place, scaled),
             lambda: {**fixed, "SCALED": scaled, "IN_PLACE": in_place},
             (*pointers, None if where is None else torch.float32),
-            tensors,
-            numbers,
+            (o_a, lse_a, o_b, lse_b, o, lse, where),
+            (number, tokens, heads, num_prefix, *strides),
         )
 
     return run
