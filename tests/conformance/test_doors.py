@@ -115,7 +115,7 @@ def test_expected_failures_need_a_reason(tmp_path):
         ExpectedFailure("values/alibi-*", "not computed")
     ]
     path.write_text("mine values/alibi\n")
-    with pytest.raises(InvalidInputError, match="xfail.txt:1"):
+    with pytest.raises(InvalidInputError, match=r"xfail\.txt:1"):
         read_expected_failures(path, "mine")
 
 
