@@ -1,0 +1,1 @@
+"""Plugs into engines: each translates an engine's metadata to ``Batch``, and nothing more."""
