@@ -183,7 +183,7 @@ class AttentionBackend(ABC):
         Raises:
             InvalidInputError: An input does not fit the spec or the plan; the message names it.
         """
-        if plan.backend is not self:
+        if getattr(plan, "backend", None) is not self:
             self._check_plan(plan)
         check_qkv(q, k, v, plan)
         check_extras(plan, sinks, alibi_slopes, mask, k_scale, v_scale)
