@@ -1,0 +1,1 @@
+"""The native backend in Triton; import ``backend`` for it, kernels load when it is used."""

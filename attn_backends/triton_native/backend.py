@@ -15,7 +15,6 @@ from ..capacity import Capacity
 from ..errors import Reason
 from ..output import AttentionOutput
 from ..plan import Plan
-from ..spec import AttentionSpec
 
 #: Widest head the kernels keep in registers and shared memory.
 MAX_HEAD_DIM = 576
@@ -82,7 +81,7 @@ class TritonBackend(AttentionBackend):
             from . import plan  # noqa: F401
         except Exception as error:  # a broken install may raise anything
             text = f"{type(error).__name__}: {error}"
-            return [Reason("triton", text, ">=3.4", "pip install triton")]
+            return [Reason("triton", text, ">=3.6", "pip install triton")]
         return []
 
     def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:

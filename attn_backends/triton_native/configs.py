@@ -1,14 +1,15 @@
 """Tile sizes per architecture, head dim and dtype. Fixed tables: nothing is tuned while serving.
 
-Measured choices come from ``measured.py``, which ``python -m attn_backends.bench.attention configs``
-writes from the rows of a tuning run. Where nothing was measured, the rules below apply: they keep
-24 to 64 KB of keys and values in flight per multiprocessor and stay inside its shared memory.
+Measured choices come from ``measured.py``, which
+``python -m attn_backends.bench.attention configs`` writes from the rows of a tuning run. Where
+nothing was measured, the rules below apply: they keep 24 to 64 KB of keys and values in flight per
+multiprocessor and stay inside its shared memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from . import measured
 
@@ -103,7 +104,7 @@ def fit_stages(config: SplitConfig, arch: int, d: int, dv: int, q_bytes: int, kv
     return max(min(config.stages, (_shared_memory(arch) - query) // tile), 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def split_config(
     arch: int, rows: int, d: int, dv: int, q_bytes: int, kv_bytes: int, share_kv: bool,
     invariant: bool = False,
@@ -140,12 +141,12 @@ def split_config(
         config = SplitConfig(block_m, 64, 4, 3 if widest > 64 else 4)
     if invariant and widest > 64:
         config = replace(config, warps=8)  # two accumulators: of the chunk and of all before it
-    if kv_bytes == 1 and widest <= 128:
+    if kv_bytes == 1 and widest <= 128 and arch >= 89:  # older: converting takes registers
         config = replace(config, block_n=2 * config.block_n)
     return _fit(config, arch, d, dv, q_bytes, kv_bytes, share_kv)
 
 
-@lru_cache(maxsize=None)
+@cache
 def prefill_config(
     arch: int, small: bool, d: int, dv: int, q_bytes: int, kv_bytes: int, has_mask: bool = False
 ) -> PrefillConfig:
@@ -178,7 +179,7 @@ def prefill_config(
         if arch < 90:
             config = PrefillConfig(64, 32, 8, 2, phases=False)
     elif arch < 90:
-        config = PrefillConfig(64 if small else 128, 32, 4, 3)
+        config = PrefillConfig(64, 32, 4, 3) if small else PrefillConfig(128, 32, 8, 3)
     else:
         config = PrefillConfig(64, 64, 4, 3) if small else PrefillConfig(128, 64, 8, 3)
     if has_mask and widest > 64:

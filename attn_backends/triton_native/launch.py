@@ -8,7 +8,8 @@ specialise on are part of the signature. Everything else takes the ordinary way.
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,8 +19,6 @@ try:  # without these hooks the fast way is still right, but profilers would not
     from triton import knobs
 except ImportError:  # Triton < 3.4
     knobs = None  # type: ignore[assignment]
-
-Arg = "torch.Tensor | int | float"
 
 
 def is_interpreted(kernel: Any) -> bool:
@@ -63,40 +62,50 @@ class Launcher:
         self._compiled: dict[Any, Any] = {}
         self._fast = not is_interpreted(kernel) and knobs is not None
 
-    def __call__(
+    def again(
         self,
         grid: tuple[int, int, int],
-        tensors: Sequence[torch.Tensor],
-        addresses: Sequence[int],
+        addresses: tuple[int, ...],
         numbers: tuple[int | float, ...],
         signature: Any,
-    ) -> None:
-        """Launch on the current device and stream.
+    ) -> bool:
+        """Repeat a launch whose compiled form is known, on the current device and stream.
 
         Args:
             grid: Programs per dimension.
-            tensors: The pointer arguments.
-            addresses: Their ``data_ptr()``s, each a multiple of 16; empty takes the ordinary way.
+            addresses: ``data_ptr()`` of the pointer arguments, each a multiple of 16.
             numbers: The numeric arguments.
             signature: Hashable; fixes dtypes and every integer that is not ``do_not_specialize``.
+
+        Returns:
+            Whether it was launched; if not, ``first`` must be called.
         """
-        if self._fast and addresses:
-            index = torch._C._cuda_getDevice()
-            compiled = self._compiled.get((index, signature))
-            if compiled is not None and not _hooked():
-                compiled.run(
-                    grid[0], grid[1], grid[2], driver.active.get_current_stream(index),
-                    compiled.function, compiled.packed_metadata, None, None, None,
-                    *addresses, *numbers, *self._values,
-                )  # fmt: skip
-                return
-            compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
-            if hasattr(compiled, "run") and hasattr(compiled, "packed_metadata"):
-                self._compiled[index, signature] = compiled
-            else:  # a Triton whose compiled kernels look otherwise
-                self._fast = False
+        index = torch._C._cuda_getDevice() if self._fast else -1
+        compiled = self._compiled.get((index, signature))
+        if compiled is None or _hooked():
+            return False
+        compiled.run(
+            grid[0], grid[1], grid[2], driver.active.get_current_stream(index),
+            compiled.function, compiled.packed_metadata, None, None, None,
+            *addresses, *numbers, *self._values,
+        )  # fmt: skip
+        return True
+
+    def first(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[torch.Tensor],
+        numbers: tuple[int | float, ...],
+        signature: Any = None,
+    ) -> None:
+        """Launch the ordinary way; remember the compiled form if a signature is given."""
+        compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
+        if signature is None or not self._fast:
             return
-        self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
+        if hasattr(compiled, "run") and hasattr(compiled, "packed_metadata"):
+            self._compiled[torch._C._cuda_getDevice(), signature] = compiled
+        else:  # a Triton whose compiled kernels look otherwise
+            self._fast = False
 
 
 __all__ = ["Launcher", "is_interpreted"]

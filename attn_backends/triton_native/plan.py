@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class _Device:
     interpreted: bool
 
 
-@lru_cache(maxsize=None)
+@cache
 def _device(kind: str, index: int | None) -> _Device:
     interpreted = is_interpreted(_split_fwd_kernel)
     if kind != "cuda":
@@ -63,7 +63,7 @@ def _device(kind: str, index: int | None) -> _Device:
     return _Device(found.major * 10 + found.minor, found.multi_processor_count, interpreted)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _launcher(kernel_name: str, constants: tuple, warps: int, stages: int, pdl: bool) -> Launcher:
     kernels = {
         "split": _split_fwd_kernel,
@@ -123,8 +123,9 @@ class TritonPlan(Plan):
             self._make_work_list(options)
         self.mask_indptr = None
         if spec.has_mask:
-            self.mask_indptr = batch.mask_indptr
-            if self.mask_indptr is None:
+            if batch.mask_indptr is not None:
+                self.mask_indptr = batch.mask_indptr.to(torch.int64).contiguous()
+            else:
                 self.mask_indptr = batch.cu_seqlens_q.new_zeros(
                     batch.num_seqs + 1, dtype=torch.int64
                 )
@@ -157,9 +158,12 @@ class TritonPlan(Plan):
         if options.prefill_config is not None:
             self.prefill = PrefillConfig(*options.prefill_config)
         if self.exact:
-            counts = [n * group for n in batch.q_lens if n]
-            self.splits = any(n <= self.short_rows for n in counts)
-            self.prefills = any(n > self.short_rows for n in counts)
+            longest = max(batch.q_lens, default=0)
+            self.prefills = longest * group > self.short_rows
+            shortest = longest
+            if self.prefills:
+                shortest = min((n for n in batch.q_lens if n), default=0)
+            self.splits = shortest * group <= self.short_rows
         else:
             self.splits = True
             self.prefills = rows > self.short_rows
@@ -200,7 +204,8 @@ class TritonPlan(Plan):
         lists = make(bounds.items * ITEM_FIELDS + batch.num_seqs * SEQ_FIELDS, dtype=torch.int32)
         self.items = lists[: bounds.items * ITEM_FIELDS]
         self.seqs = lists[bounds.items * ITEM_FIELDS :]
-        self.part_acc = self.part_ml = lists  # no sequence is cut: never touched
+        # Never touched while no sequence is cut, but compiled kernels know its dtype.
+        self.part_acc = self.part_ml = lists.view(torch.float32)
         if bounds.slots:
             states = bounds.slots * spec.num_kv_heads * self.part_rows
             self.part_ml = make(states * 2, dtype=torch.float32)
@@ -229,12 +234,13 @@ class TritonPlan(Plan):
         launcher = _launcher("schedule", constants, 4, 1, False)
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
         tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.items, self.seqs)
-        addresses = [x.data_ptr() for x in tensors]
+        addresses = tuple([x.data_ptr() for x in tensors])
         numbers = (
             batch.num_seqs, self.bounds.items, left or 0, self.short_rows, self.bounds.chunk,
             self.num_splits, self.slots, config.min_chunk,
         )  # fmt: skip
-        launcher((batch.num_seqs + 1, 1, 1), tensors, _if_aligned(addresses), numbers, None)
+        grid = (batch.num_seqs + 1, 1, 1)
+        _launch(launcher, grid, addresses, numbers, "schedule", tensors)
 
     def run(
         self,
@@ -262,7 +268,8 @@ class TritonPlan(Plan):
             share = v.stride() == k.stride()
         key = (
             q.stride(), k.stride(), v.stride(), out.o.stride(), out.lse.stride(), out.o.dtype,
-            q.dtype, k.dtype, share, extras.sinks is None, _scale_kind(extras.k_scale), _scale_kind(extras.v_scale),
+            q.dtype, k.dtype, share, extras.sinks is None, _scale_kind(extras.k_scale),
+            _scale_kind(extras.v_scale),
         )  # fmt: skip
         call = self._prepared.get(key)
         if call is None:
@@ -294,11 +301,18 @@ def _scale_kind(scale: Any) -> int:
     return 2 if scale.numel() > 1 else 1
 
 
-def _if_aligned(addresses: list[int]) -> list[int]:
+def _launch(
+    launcher: Launcher, grid: tuple[int, int, int], addresses: tuple[int, ...], numbers: tuple,
+    signature: Any, tensors: tuple[torch.Tensor, ...],
+) -> None:  # fmt: skip
+    """Launch from addresses if they allow the remembered form, else from the tensors."""
     bits = 0
     for address in addresses:
         bits |= address
-    return addresses if bits & 15 == 0 else []
+    if bits & 15:  # the compiler may specialise on alignment: leave it to Triton
+        launcher.first(grid, tensors, numbers)
+    elif not launcher.again(grid, addresses, numbers, signature):
+        launcher.first(grid, tensors, numbers, signature)
 
 
 class _Call:
@@ -327,8 +341,8 @@ class _Call:
         paged = spec.page_size is not None
         ks = (k.stride(0), k.stride(1), k.stride(2)) if paged else (0, k.stride(0), k.stride(1))
         vs = (v.stride(0), v.stride(1), v.stride(2)) if paged else (0, v.stride(0), v.stride(1))
-        # Rows of a page or a tile; with room to spare for the lanes, which are added later.
-        short_rows = max(spec.page_size or 0, 1024) * max(ks[1], vs[1]) < 2**30
+        # With room to spare for the lanes of a row, which are added later.
+        short_rows = paged and spec.page_size * max(ks[1], vs[1]) < 2**30
         self.table = batch.page_table if paged else batch.seqlens_k
         stride_table = batch.page_table.stride(0) if paged else 0
         self.strides = (
@@ -371,6 +385,9 @@ class _Call:
         if not self.share:
             stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
         self.split = _launcher("split", constants, config.warps, stages, False)
+        self.split_tensors = (plan.items, plan.part_acc, plan.part_ml, self.table)
+        self.split_at = tuple([x.data_ptr() for x in self.split_tensors])
+        self.split_numbers = (plan.part_rows, self.left, self.right, self.k_step, self.v_step)
         self.split_grid = (plan.bounds.items * spec.num_kv_heads, 1, 1)
         if merges:
             block_s = 16 if dvp <= 256 else 8
@@ -385,7 +402,9 @@ class _Call:
             rows = min(plan.batch.max_seqlen_q * group, plan.short_rows)
             if plan.c0:
                 rows = plan.part_rows  # only single tiles are cut
-            self.merge_rows = rows
+            self.merge_tensors = (plan.seqs, plan.part_acc, plan.part_ml)
+            self.merge_at = tuple([x.data_ptr() for x in self.merge_tensors])
+            self.merge_numbers = (*self.out_strides, rows, plan.part_rows, self.v_step)
             self.merge_grid = (rows * spec.num_kv_heads * plan.batch.num_seqs, 1, 1)
 
     def _bind_prefill(self, plan: TritonPlan, features: tuple, flags: tuple) -> None:
@@ -404,6 +423,13 @@ class _Call:
             ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
         )  # fmt: skip
         self.prefill = _launcher("prefill", constants, config.warps, config.stages, False)
+        self.units = spec.num_heads // self.pack
+        k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
+        self.prefill_tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table)
+        self.prefill_at = tuple([x.data_ptr() for x in self.prefill_tensors])
+        self.prefill_numbers = (
+            self.left, self.right, plan.short_rows, self.k_step, self.v_step
+        )  # fmt: skip
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput,
@@ -413,58 +439,44 @@ class _Call:
         batch = plan.batch
         scale, v_factor = self.scale, 1.0
         sinks, slopes, mask, k_scale, v_scale = extras
-        if mask is not None:
-            mask = mask.view(torch.uint8)
-        # Absent inputs still need an address; the kernels never read it.
-        if isinstance(k_scale, torch.Tensor):
-            pass
-        elif k_scale is not None:
+        if k_scale is not None and not isinstance(k_scale, torch.Tensor):
             scale, k_scale = scale * k_scale, None
-        if isinstance(v_scale, torch.Tensor):
-            pass
-        elif v_scale is not None:
+        if v_scale is not None and not isinstance(v_scale, torch.Tensor):
             v_factor, v_scale = float(v_scale), None
-        spare = out.lse
         if self.bytes:
-            q, k, v = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-                       for x in (q, k, v))  # fmt: skip
-        mask_indptr = spare if plan.mask_indptr is None else plan.mask_indptr
+            q, k, v = (
+                x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (q, k, v)
+            )
+        common = (q, k, v, *out)
+        # Absent inputs still need an address; the kernels never read it.
+        spare = out.lse
         options = (
             spare if sinks is None else sinks, spare if slopes is None else slopes,
-            spare if mask is None else mask, mask_indptr,
+            spare if mask is None else mask.view(torch.uint8),
+            spare if plan.mask_indptr is None else plan.mask_indptr,
             spare if k_scale is None else k_scale, spare if v_scale is None else v_scale,
         )  # fmt: skip
-        common = (q, k, v, *out)
+        at = tuple([x.data_ptr() for x in common])
+        options_at = tuple([x.data_ptr() for x in options])
         numbers = (scale, self.softcap, v_factor, *self.strides, batch.num_seqs, q.shape[0])
-        bounds = (self.left, self.right)
         if self.split is not None:
-            tensors = (
-                *common, plan.items, plan.part_acc, plan.part_ml, self.table, *options
-            )  # fmt: skip
-            addresses = _if_aligned([x.data_ptr() for x in tensors])
-            self.split(
-                self.split_grid, tensors, addresses,
-                (*numbers, plan.part_rows, *bounds, self.k_step, self.v_step), self.key,
+            _launch(
+                self.split, self.split_grid, at + self.split_at + options_at,
+                numbers + self.split_numbers, self.key, (*common, *self.split_tensors, *options),
             )  # fmt: skip
         if self.prefill is not None:
-            config = plan.prefill
-            k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
-            tensors = (
-                *common, batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table, *options
-            )  # fmt: skip
-            addresses = _if_aligned([x.data_ptr() for x in tensors])
-            tiles = q.shape[0] * self.pack // config.block_m + batch.num_seqs + 1
-            grid = (tiles * (plan.spec.num_heads // self.pack), 1, 1)
-            self.prefill(
-                grid, tensors, addresses,
-                (*numbers, tiles, *bounds, plan.short_rows, self.k_step, self.v_step), self.key,
+            tiles = q.shape[0] * self.pack // plan.prefill.block_m + batch.num_seqs + 1
+            _launch(
+                self.prefill, (tiles * self.units, 1, 1), at + self.prefill_at + options_at,
+                (*numbers, tiles, *self.prefill_numbers), self.key,
+                (*common, *self.prefill_tensors, *options),
             )  # fmt: skip
         if self.merge is not None:
-            tensors = (*out, plan.seqs, plan.part_acc, plan.part_ml, options[0], options[5])
-            addresses = _if_aligned([x.data_ptr() for x in tensors])
-            self.merge(
-                self.merge_grid, tensors, addresses,
-                (v_factor, *self.out_strides, self.merge_rows, plan.part_rows, self.v_step), self.key,
+            ends = (options[0], options[5])
+            _launch(
+                self.merge, self.merge_grid,
+                at[3:] + self.merge_at + (options_at[0], options_at[5]),
+                (v_factor, *self.merge_numbers), self.key, (*out, *self.merge_tensors, *ends),
             )  # fmt: skip
 
 

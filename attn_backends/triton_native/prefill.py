@@ -3,7 +3,7 @@
 A tile holds rows of one query head (``PACK = 1``) or, for queries shorter than a tile, of all
 query heads of a KV head, token by token (``PACK = GROUP``).
 
-Grid: ``tiles * H / PACK`` programs, where ``tiles`` bounds the number of row tiles of the batch. A program
+Grid: ``tiles * H / PACK`` programs, where ``tiles`` bounds the row tiles of the batch. A program
 finds its sequence by counting in ``cu_seqlens_q``, so that lengths on the device alone decide and
 one captured grid serves any lengths. The rows after the last sequence form one more sequence,
 without keys. Keys [lo, hi) fall into a left part cut by the window, a middle that every row sees,

@@ -43,7 +43,7 @@ def to_compute(x, dtype: tl.constexpr, FP8: tl.constexpr):
 @triton.jit
 def load_rows(ptr, offsets, keep, LANE: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr,
               MASK_ROWS: tl.constexpr):  # fmt: skip
-    """Load lanes [LANE, LANE + LANES) of rows at ``offsets``; lanes >= WIDTH and rows not kept are 0."""
+    """Load lanes [LANE, LANE + LANES) of rows; lanes >= WIDTH and rows not kept are 0."""
     lane = LANE + tl.arange(0, LANES)
     ptrs = ptr + offsets[:, None] + lane[None, :]  # [ROWS, LANES]
     if LANE + LANES > WIDTH:
@@ -60,7 +60,7 @@ def load_rows(ptr, offsets, keep, LANE: tl.constexpr, LANES: tl.constexpr, WIDTH
 
 @triton.jit
 def load_pages(table_ptr, start, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Page ids of the keys from ``start`` on: one id if a page holds a whole tile, else [BLOCK_N]."""
+    """Page ids of the keys from ``start`` on: one if a page holds a whole tile, else [BLOCK_N]."""
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + start // PAGE_SIZE, mask=start < key_hi, other=0)
     else:
@@ -71,31 +71,26 @@ def load_pages(table_ptr, start, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.co
 @triton.jit
 def row_offsets(pages, start, stride_page, stride_row, PAGE_SIZE: tl.constexpr,
                 SHORT_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Where a sequence's key rows ``start ..`` lie: a 64-bit base, and offsets [BLOCK_N] from it.
+    """64-bit element offsets [BLOCK_N] of a sequence's key rows ``start ..``.
 
-    ``SHORT_ROWS`` says that offsets within a tile and within a page fit 32 bits, which saves
-    registers.
+    ``SHORT_ROWS`` says that offsets within a page fit 32 bits, which saves registers.
     """
     lane = tl.arange(0, BLOCK_N)
-    if not SHORT_ROWS:
-        lane = lane.to(tl.int64)
-    base = tl.full([], 0, tl.int64)
     if PAGE_SIZE == 0:
-        base += start
-        base *= stride_row
-        rows = lane * stride_row
-    elif PAGE_SIZE % BLOCK_N == 0:
-        base += start % PAGE_SIZE
-        base = base * stride_row + pages.to(tl.int64) * stride_page
-        rows = lane * stride_row
+        return (start + lane).to(tl.int64) * stride_row
     else:
-        rows = pages.to(tl.int64) * stride_page + (start + lane) % PAGE_SIZE * stride_row
-    return base, rows
+        if PAGE_SIZE % BLOCK_N == 0:
+            slot = start % PAGE_SIZE + lane
+        else:
+            slot = (start + lane) % PAGE_SIZE
+        if not SHORT_ROWS:
+            slot = slot.to(tl.int64)
+        return pages.to(tl.int64) * stride_page + slot * stride_row
 
 
 @triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
-    """tanh that cannot overflow: exp2 may reach inf or 0, and both give the right limit."""
+    """Tanh that cannot overflow: exp2 may reach inf or 0, and both give the right limit."""
     y = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
     if ACCURATE:
         # Near 0 the difference above cancels; the odd series is exact to fp32 there.
@@ -131,7 +126,7 @@ def key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT: tl.constexpr,
 
 @triton.jit
 def attend(
-    q0, q1, acc0, acc1, m, l,
+    q0, q1, acc0, acc1, m, l,  # noqa: E741
     k_ptr, v_ptr, table_ptr, mask_rows,
     row_pos, row_valid, slope, scale, softcap,
     lo, hi, key_lo, key_hi, left, right,
@@ -159,13 +154,11 @@ def attend(
     for start in range(lo, hi, BLOCK_N):
         n = start + lanes
         keep = (n >= key_lo) & (n < key_hi)
-        k_at, k_off = row_offsets(
-            pages, start, stride_kp, stride_kn, PAGE_SIZE, SHORT_ROWS, BLOCK_N
-        )
-        k0 = to_compute(load_rows(k_ptr + k_at, k_off, keep, 0, D0, D, MASKED), dtype, FP8)
+        k_off = row_offsets(pages, start, stride_kp, stride_kn, PAGE_SIZE, SHORT_ROWS, BLOCK_N)
+        k0 = to_compute(load_rows(k_ptr, k_off, keep, 0, D0, D, MASKED), dtype, FP8)
         s = tl.dot(q0, tl.trans(k0), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
         if D1 > 0:
-            k1 = to_compute(load_rows(k_ptr + k_at, k_off, keep, D0, D1, D, MASKED), dtype, FP8)
+            k1 = to_compute(load_rows(k_ptr, k_off, keep, D0, D1, D, MASKED), dtype, FP8)
             s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
         row_scale = scale
         if ROW_SCALE:
@@ -197,18 +190,15 @@ def attend(
         if SHARE_KV:
             acc0 = tl.dot(p.to(dtype), k0, acc0, input_precision="ieee")
         else:
-            v_at = k_at
             v_off = k_off
             if not SAME_STRIDES:
-                v_at, v_off = row_offsets(
+                v_off = row_offsets(
                     pages, start, stride_vp, stride_vn, PAGE_SIZE, SHORT_ROWS, BLOCK_N
                 )
-            v0 = to_compute(load_rows(v_ptr + v_at, v_off, keep, 0, DV0, DV, MASKED), dtype, FP8)
+            v0 = to_compute(load_rows(v_ptr, v_off, keep, 0, DV0, DV, MASKED), dtype, FP8)
             acc0 = tl.dot(p.to(dtype), v0, acc0, input_precision="ieee")
             if DV1 > 0:
-                v1 = to_compute(
-                    load_rows(v_ptr + v_at, v_off, keep, DV0, DV1, DV, MASKED), dtype, FP8
-                )
+                v1 = to_compute(load_rows(v_ptr, v_off, keep, DV0, DV1, DV, MASKED), dtype, FP8)
                 acc1 = acc1 * alpha[:, None]
                 acc1 = tl.dot(p.to(dtype), v1, acc1, input_precision="ieee")
         if PAGE_SIZE > 0:
@@ -231,7 +221,7 @@ def fold(acc_a, m_a, l_a, acc_b, m_b, l_b):
 
 
 @triton.jit
-def add_sink(m, l, sink):
+def add_sink(m, l, sink):  # noqa: E741
     """Count one more key of logit ``sink`` (natural units); returns m, l and the factor on acc."""
     logit = sink * LOG2E
     m_new = tl.maximum(m, logit)
@@ -241,13 +231,13 @@ def add_sink(m, l, sink):
 
 
 @triton.jit
-def natural_lse(m, l):
+def natural_lse(m, l):  # noqa: E741
     """Natural log of the softmax mass; -inf for a row that saw nothing."""
     return tl.where(l == 0.0, NEG_INF, (m + tl.log2(l)) * LN2)
 
 
 @triton.jit
-def normalise(acc, empty, l, factor):
+def normalise(acc, empty, l, factor):  # noqa: E741
     """``acc * factor / l``, exactly 0 for the rows that saw no key."""
     inverse = factor / tl.where(l == 0.0, 1.0, l)
     return tl.where(empty[:, None], 0.0, acc * inverse[:, None])

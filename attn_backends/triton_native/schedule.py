@@ -13,8 +13,9 @@ about half a piece at the end, against ``2 * group / size`` of extra traffic for
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Sequence
+from operator import mul
 
 import triton
 import triton.language as tl
@@ -142,8 +143,10 @@ def _schedule_kernel(
         span_min = 2147483647
         span_max = 0
         for first in range(0, num_seqs, BLOCK_B):
-            _, _, _, tiles, _, span = _facts(cu_q_ptr, kv_len_ptr, first + lanes, num_seqs, left,
-                                             short_rows, GROUP, HAS_LEFT, BLOCK_M, BLOCK_N)  # fmt: skip
+            _, _, _, tiles, _, span = _facts(
+                cu_q_ptr, kv_len_ptr, first + lanes, num_seqs, left, short_rows, GROUP, HAS_LEFT,
+                BLOCK_M, BLOCK_N,
+            )  # fmt: skip
             work += tl.sum(tiles.to(tl.float32) * span.to(tl.float32), 0)
             programs += tl.sum(tiles.to(tl.float32), 0)
             span_max = tl.maximum(span_max, tl.max(span, 0))
@@ -171,8 +174,9 @@ def _schedule_kernel(
     total = 0
     for first in range(0, num_seqs, BLOCK_B):
         b = first + lanes
-        _, q_len, kv_len, tiles, lo, span = _facts(cu_q_ptr, kv_len_ptr, b, num_seqs, left,
-                                                   short_rows, GROUP, HAS_LEFT, BLOCK_M, BLOCK_N)  # fmt: skip
+        _, q_len, kv_len, tiles, lo, span = _facts(
+            cu_q_ptr, kv_len_ptr, b, num_seqs, left, short_rows, GROUP, HAS_LEFT, BLOCK_M, BLOCK_N
+        )
         if C0 > 0:
             parts = chunk_of(tl.maximum(kv_len - 1, 0), C0) + 1 - chunk_of(lo, C0)
             parts = tl.where((tiles == 1) & (span > 0), parts, 1)
@@ -284,7 +288,8 @@ def choose_chunk(
 def _cut_host(span: int, chunk: int, splits: int, block_n: int) -> tuple[int, int]:
     parts = min(-(-span // block_n), splits) if splits else -(-span // chunk)
     parts = max(parts, 1)
-    size = max(-(-(-(-span // parts)) // block_n) * block_n, block_n)
+    each = -(-span // parts)
+    size = max(-(-each // block_n) * block_n, block_n)
     return max(-(-span // size), 1), size
 
 
@@ -322,37 +327,52 @@ def _exact_bounds(
     block_m: int, block_n: int, slots: int, min_chunk: int, num_kv_heads: int, group: int,
     chunk: int, splits: int, c0: int, pad: int,
 ) -> SplitBounds:  # fmt: skip
-    counts: dict[tuple[int, int, int], int] = {}  # (tiles, lo, span) -> sequences
-    shapes: dict[tuple[int, int], int] = {}
-    for pair in zip(q_lens, kv_lens):
-        shapes[pair] = shapes.get(pair, 0) + 1
-    for (q_len, kv_len), times in shapes.items():
-        rows = q_len * group
-        if 0 < rows <= short_rows:
+    longest_q = max(q_lens, default=0)
+    uniform = longest_q == min(q_lens, default=0)
+    if uniform and left is None and longest_q * group <= short_rows and not c0:
+        # The common step: equal queries, so lists of lengths are all there is to look at.
+        each, spans = -(-longest_q * group // block_m), kv_lens
+        tiles = [each] * len(spans) if each > 1 else None
+    else:
+        each, tiles, spans = 1, [], []
+        states = items = 0
+        for q_len, kv_len in zip(q_lens, kv_lens):
+            rows = q_len * group
+            if not 0 < rows <= short_rows:
+                continue
             lo = 0
             if left is not None:
                 lo = min(max(kv_len - q_len - left, 0), kv_len) // block_n * block_n
-            key = (-(-rows // block_m), lo, kv_len - lo)
-            counts[key] = counts.get(key, 0) + times
-    if not (c0 or chunk or splits):
-        spans = [span for _, _, span in counts if span > 0]
+            tiles.append(-(-rows // block_m))
+            spans.append(kv_len - lo)
+            if c0:
+                parts = 1
+                if tiles[-1] == 1 and kv_len > lo:
+                    parts = count_chunks(kv_len, c0) - count_chunks(lo + 1, c0) + 1
+                items += tiles[-1] * parts
+                states += parts if parts > 1 else 0
+        if c0:
+            return SplitBounds(items + pad, states, 1)
+    if not spans or not each:
+        return SplitBounds(pad, 0, 1)
+    programs = len(spans) if tiles is None else sum(tiles)
+    longest = max(spans)
+    if not (chunk or splits):
+        shortest = min(spans) or min(filter(None, spans), default=0)
+        work = sum(spans) if tiles is None else sum(map(mul, tiles, spans))
         chunk = choose_chunk(
-            sum(n * tiles * span for (tiles, _, span), n in counts.items()),
-            sum(n * tiles for (tiles, _, _), n in counts.items()),
-            min(spans, default=0), max(spans, default=0), slots=slots, min_chunk=min_chunk,
+            work, programs, shortest, longest, slots=slots, min_chunk=min_chunk,
             num_kv_heads=num_kv_heads, group=group, block_n=block_n,
         )  # fmt: skip
-    items = states = 0
-    for (tiles, lo, span), times in counts.items():
-        if c0:
-            parts = 1
-            if tiles == 1 and span > 0:
-                parts = count_chunks(lo + span, c0) - (count_chunks(lo + 1, c0) - 1)
-        else:
-            parts, _ = _cut_host(span, chunk, splits, block_n)
-        items += times * tiles * parts
-        states += times * tiles * parts if parts > 1 else 0
-    return SplitBounds(items + pad, states, chunk)
+    if splits:
+        items = programs * splits
+        return SplitBounds(items + pad, items if splits > 1 and longest > block_n else 0, chunk)
+    if longest <= chunk:
+        return SplitBounds(programs + pad, 0, chunk)
+    # Rounding to key tiles can only make fewer parts than these.
+    parts = [(n + chunk - 1) // chunk or 1 for n in spans]
+    items = sum(parts) if tiles is None else sum(map(mul, tiles, parts))
+    return SplitBounds(items + pad, items, chunk)
 
 
 __all__ = [

@@ -1,0 +1,140 @@
+"""The points that attention is measured at, and their inputs on the GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from ..batch import Batch
+from ..spec import AttentionSpec
+from .graph_timer import copies_for
+
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point: equal lengths, or ``ragged`` ones drawn from 128..kv_len with a fixed seed."""
+
+    bench: str
+    batch: int
+    q_len: int
+    kv_len: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    head_dim_v: int = 128
+    page_size: int | None = 16
+    dtype: str = "bf16"
+    kv_dtype: str = "bf16"
+    causal: bool = True
+    ragged: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def label(self) -> str:
+        """A short name for tables."""
+        name = f"{self.batch}x{self.q_len}/{self.kv_len}" if self.q_len > 1 else ""
+        name = name or f"{self.batch}x{self.kv_len}"
+        extra = "r" if self.ragged else ""
+        return f"{name}{extra} H{self.num_heads}/{self.num_kv_heads} D{self.head_dim}"
+
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Query and key lengths per sequence."""
+        kv = [self.kv_len] * self.batch
+        if self.ragged:
+            rng = random.Random(0)
+            kv = [rng.randint(128, self.kv_len) for _ in range(self.batch)]
+        return [self.q_len] * self.batch, kv
+
+    def row(self) -> dict[str, Any]:
+        """The case as it stands in results files."""
+        return {k: v for k, v in asdict(self).items() if k != "bench"}
+
+
+class Inputs:
+    """Random inputs of a case; as many copies of keys and values as keep L2 cold."""
+
+    def __init__(self, case: Case, *, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.case = case
+        self.q_lens, self.kv_lens = case.lengths()
+        self.share = case.head_dim == 576
+        spec = AttentionSpec(
+            case.num_heads, case.num_kv_heads, case.head_dim,
+            head_dim_v=case.head_dim_v, dtype=DTYPES[case.dtype], kv_dtype=DTYPES[case.kv_dtype],
+            page_size=case.page_size, causal=case.causal, batch_invariant=case.batch_invariant,
+        )  # fmt: skip
+        self.spec = spec
+        size, heads = case.page_size, case.num_kv_heads
+        keys = sum(self.kv_lens)
+        if size is None:
+            shape: tuple[int, ...] = (keys,)
+            self.table = None
+        else:
+            width = max(-(-n // size) for n in self.kv_lens)
+            pages = case.batch * width
+            self.table = torch.randperm(pages, device="cuda").int().view(case.batch, width)
+            shape = (pages, size)
+        lanes = case.head_dim + (0 if self.share else case.head_dim_v)
+        self.kv_bytes = keys * heads * lanes * spec.kv.itemsize
+        self.copies = copies_for(self.kv_bytes)
+        tokens = sum(self.q_lens)
+
+        def rand(*dims: int) -> torch.Tensor:
+            x = torch.randn(dims, device="cuda", dtype=torch.bfloat16)
+            return x.to(spec.kv)
+
+        self.q = [
+            torch.randn(tokens, case.num_heads, case.head_dim, device="cuda").to(spec.dtype)
+            for _ in range(self.copies)
+        ]
+        self.k = [rand(*shape, heads, case.head_dim) for _ in range(self.copies)]
+        self.v = [None if self.share else rand(*shape, heads, case.head_dim_v) for _ in self.k]
+        self.batch = Batch.from_lengths(
+            self.q_lens, self.kv_lens, page_table=self.table, device="cuda"
+        )
+        out_bytes = tokens * case.num_heads * (case.head_dim_v * 2 + 4)
+        self.bytes = self.kv_bytes + self.q[0].numel() * self.q[0].element_size() + out_bytes
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds times two over the visible pairs, counted exactly."""
+        case = self.case
+        pairs = 0
+        for q, kv in zip(self.q_lens, self.kv_lens):
+            pairs += sum(max(0, i + 1 + kv - q) for i in range(q)) if case.causal else q * kv
+        return 2 * pairs * case.num_heads * (case.head_dim + case.head_dim_v)
+
+
+def cases(bench: str, **changes: Any) -> list[Case]:
+    """The points of a benchmark, with fields replaced by ``changes``."""
+    if bench == "decode":
+        points = [
+            (1, 1024), (1, 4096), (1, 8192), (1, 131072), (8, 8192), (16, 1024), (32, 4096),
+            (64, 4096), (256, 2048),
+        ]  # fmt: skip
+        found = [Case(bench, b, 1, n) for b, n in points]
+        found.append(Case(bench, 64, 1, 8192, ragged=True))
+    elif bench == "prefill":
+        points = [(16, 1024), (4, 4096), (2, 8192), (1, 16384)]
+        found = [Case(bench, b, n, n, page_size=None) for b, n in points]
+    elif bench == "extend":
+        lens = [(64, 64, 4096), (32, 128, 4096), (8, 512, 8192), (2, 2048, 32768)]
+        found = [Case(bench, b, q, q + n) for b, q, n in lens]
+    elif bench == "mla":
+        mla = Case(bench, 1, 1, 1, 16, 1, 576, 512, 64)
+        points = [(1, 4096), (1, 32768), (32, 8192), (128, 4096), (1, 65536)]
+        found = [replace(mla, batch=b, kv_len=n, num_heads=h) for h in (16, 128) for b, n in points]
+    else:
+        raise ValueError(f"bench={bench} (allowed: decode, prefill, extend, mla)")
+    return [replace(c, **changes) for c in found]
+
+
+__all__ = ["DTYPES", "Case", "Inputs", "cases"]
