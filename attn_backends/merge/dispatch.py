@@ -114,6 +114,8 @@ def choose(facts: MergeFacts, path: str | None) -> MergePath:
 
 def _first_without_reason(facts: MergeFacts) -> MergePath:
     passed = []
+    if facts.device.type != "cuda":  # the interpreter is for tests: taken only when asked for
+        return MergePath("torch", f"device={facts.device.type}; cuda and triton need a GPU")
     for path in PATHS:
         reasons = _REASONS[path](facts)
         if not reasons:

@@ -311,7 +311,7 @@ __device__ __forceinline__ void merge_pair(const Pair& p) {
 
 // scale_ptr, if not null, holds the scale. Integers are 64 bits wide, as the host passes them.
 #define PAIR_KERNEL(NAME, UNROLL, ROWS, SPECULATE)                                              \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                         \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)                         \
   NAME(const char* o_a, const float* lse_a, const char* o_b, const float* lse_b, char* o,       \
        float* lse, i64 num_tokens, i64 num_heads, i64 num_prefix, const float* scale_ptr,       \
        double scale STRIDE_PARAMS) {                                                            \
@@ -518,7 +518,7 @@ __device__ __forceinline__ void merge_many(const Many& p) {
 #endif
 
 #define MANY_KERNEL(NAME, SPLIT, ROWS)                                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS)                                         \
+  extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)                         \
   NAME(STATE_PARAMS, const void* counts, char* out, float* out_lse, i64 num_states,             \
        i64 num_tokens, i64 num_heads STRIDE_PARAMS) {                                           \
     STATE_ARRAYS                                                                                \

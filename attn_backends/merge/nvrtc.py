@@ -134,8 +134,17 @@ def load_kernels(
             code = compile_cubin(source, f"sm_{major}{minor}", defines)
             with torch.cuda.device(device), _relaxed_capture():
                 found = {name: code.get_kernel(name) for name in names}
+                _load(found.values())
             _KERNELS[key] = found
     return found
+
+
+def _load(kernels: Any) -> None:
+    """Load kernels now: the driver is lazy, and a first launch may come during graph capture."""
+    from cuda.bindings import driver
+
+    for kernel in kernels:
+        driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
 
 
 class _relaxed_capture:
