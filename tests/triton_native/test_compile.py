@@ -66,7 +66,11 @@ def compile_for(arch: int, *names: str) -> dict[str, dict[str, int]]:
         (80, ("decode", "prefill", "decode-fp8", "mla-16")),
         (
             90,
-            ("decode", "prefill", "prefill-window", "decode-256", "prefill-256", "prefill-mask", "decode-fp8", "decode-fp32", "invariant", "mla-16", "mla-128", "mla-prefill"),
+            (
+                *("decode", "prefill", "prefill-window", "decode-256", "prefill-256"),
+                *("prefill-mask", "decode-fp8", "decode-fp32", "invariant"),
+                *("mla-16", "mla-128", "mla-prefill"),
+            ),
         ),
         (100, ("decode", "prefill", "mla-16")),
     ],
