@@ -1,0 +1,253 @@
+"""FlashAttention 2: the ``flash-attn`` package, and the build inside vLLM.
+
+What its kernels promise, and what is done about it here:
+
+- A row without keys gets ``lse = +inf``, and so does a row with NaN. Rows without keys are never
+  handed over, so ``+inf`` is left alone.
+- The kernel for pages writes the LSE of a tile without visible keys at a wrong place. With such
+  rows gone, no tile is without keys.
+- With one query per sequence the kernel swaps heads and tokens, assumes exactly one query for every
+  sequence, and in one of its forms permutes the LSE. A bound of two queries avoids the swap.
+- A bound on the window that reaches ``max_seqlen_k`` is read as unbounded, and an absent right
+  bound as ``max_seqlen_k``: both wrong where queries outnumber keys. The bound on keys is raised
+  until neither can happen.
+- Causal ALiBi adds ``slope * j`` and shifts the LSE by ``slope * (i + kv_len - q_len)``. A left
+  bound that excludes nothing selects the kernel that adds the true distance.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backend import RunExtras
+from ..batch import Batch
+from ..capabilities import Capabilities, IntSet
+from ..capacity import Capacity
+from ..errors import Reason
+from ..packages import Probe, probe
+from ..spec import AttentionSpec
+from .arrange import Arrangement, arrange, with_host_lengths
+from .flash_build import FlashBuild, FlashCall, kernel_scale, padded_dims_reasons, round_up
+from .tensors import DenseKeysOfPlan, aligned, page_width, widen
+
+_FEATURES = frozenset(
+    ("ragged", "paged", "causal", "bidirectional", "window", "softcap", "alibi", "batch_invariant")
+)
+
+
+class Bounds(NamedTuple):
+    """Window arguments that mean what the spec says.
+
+    Attributes:
+        window: ``(left, right)``, -1 for unbounded.
+        max_seqlen_k: A bound on keys that keeps the library from rewriting the window.
+    """
+
+    window: tuple[int, int]
+    max_seqlen_k: int
+
+
+def safe_bounds(spec: AttentionSpec, max_q: int, max_k: int) -> Bounds:
+    """Window arguments for sequences of up to ``max_q`` queries and ``max_k`` keys."""
+    left, right = spec.bounds
+    if spec.has_alibi and left is None:
+        left = max(max_k - 1, 0)  # excludes no key, and selects the kernel that uses distances
+    most = max(max_k, 1)
+    if left is not None or (right is not None and not spec.causal):
+        most = max(most, max_q + 1, (left or 0) + 1, (right or 0) + 1)
+    return Bounds((-1 if left is None else left, -1 if right is None else right), most)
+
+
+def wide_enough(table: torch.Tensor, page_size: int, keys: int) -> torch.Tensor:
+    """The page table with room for ``keys`` keys; added entries lie past every length."""
+    missing = -(-keys // page_size) - table.shape[1]
+    return table if missing <= 0 else torch.nn.functional.pad(table, (0, missing))
+
+
+class FlashAttention2(FlashBuild):
+    """The ``flash-attn`` package."""
+
+    version = 2
+    package = "flash-attn"
+    install = "pip install flash-attn --no-build-isolation"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dims=IntSet(low=1, high=256),
+        head_dims_v=IntSet(low=1, high=256),
+        page_sizes=IntSet(low=256, multiple_of=256),
+        min_compute_capability=(8, 0),
+        features=_FEATURES,
+    )
+
+    def probe(self) -> Probe:
+        """The ``flash_attn`` module; FlashAttention 4 alone makes it an empty namespace."""
+        return probe(
+            "flash_attn",
+            attribute="flash_attn_with_kvcache",
+            min_version="2.7",
+            distribution="flash-attn",
+        )
+
+    def extra_reasons(self, spec: AttentionSpec, options: Any) -> list[Reason]:
+        """Widths that only a copy of the whole cache could serve."""
+        return padded_dims_reasons(spec, 8, equal=True, high=256)
+
+    def arrange(self, batch: Batch, spec: AttentionSpec, capacity: Capacity | None) -> Arrangement:
+        """Exact lengths are needed, so a batch without host lengths costs a copy per plan."""
+        return arrange(with_host_lengths(batch), spec)
+
+    def prepare(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
+        """One token each: the decode entry point, which splits keys. Otherwise varlen."""
+        if self.takes_dense_keys(spec, options):
+            return self._ragged(work, spec)
+        # One kernel for all batches, if bits must not depend on who else is in them.
+        decode = work.batch.max_seqlen_q == 1 and not spec.batch_invariant
+        return self._decode(work, spec, options) if decode else self._paged(work, spec)
+
+    def _ragged(self, work: Arrangement, spec: AttentionSpec) -> FlashCall:
+        batch = work.batch
+        width = round_up(max(spec.head_dim, spec.dv), 8)
+        window, max_k = safe_bounds(spec, batch.max_seqlen_q, batch.max_seqlen_k)
+        dense = DenseKeysOfPlan(work, spec)
+
+        def call(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            keys = dense.of(k)
+            tensors = (q, keys.take(k), keys.take(v))
+            o, lse = self._varlen(
+                *(aligned(widen(x, width)) for x in tensors),
+                cu_seqlens_q=batch.cu_seqlens_q,
+                cu_seqlens_k=keys.cu_seqlens,
+                max_seqlen_q=max(batch.max_seqlen_q, 2),
+                max_seqlen_k=max_k,
+                softmax_scale=kernel_scale(spec),
+                causal=spec.causal,
+                window_size=window,
+                softcap=spec.softcap or 0.0,
+                alibi_slopes=extras.alibi_slopes,
+            )
+            return o[..., : spec.dv], lse.transpose(0, 1)  # lse [H, T]
+
+        return call
+
+    def _paged(self, work: Arrangement, spec: AttentionSpec) -> FlashCall:
+        batch = work.batch
+        window, max_k = safe_bounds(spec, batch.max_seqlen_q, batch.max_seqlen_k)
+
+        def call(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            o, lse = self._varlen_paged(
+                aligned(q),
+                aligned(k),
+                aligned(v),
+                batch=batch,
+                block_table=batch.page_table,
+                max_seqlen_q=max(batch.max_seqlen_q, 2),
+                max_seqlen_k=max_k,
+                softmax_scale=kernel_scale(spec),
+                causal=spec.causal,
+                window_size=window,
+                softcap=spec.softcap or 0.0,
+                alibi_slopes=extras.alibi_slopes,
+            )
+            return o, lse.transpose(0, 1)  # lse [H, T]
+
+        return call
+
+    def _decode(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
+        batch, page_size = work.batch, spec.page_size
+        assert page_size is not None and batch.page_table is not None
+        room = page_width(batch, page_size)
+        window, needed = safe_bounds(spec, 1, room)
+        table = wide_enough(batch.page_table, page_size, needed)
+        module = self.probe().module
+
+        def call(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            o, lse = module.flash_attn_with_kvcache(
+                q=aligned(q).unsqueeze(1),
+                k_cache=aligned(k),
+                v_cache=aligned(v),
+                cache_seqlens=batch.seqlens_k,
+                block_table=table,
+                softmax_scale=kernel_scale(spec),
+                causal=spec.causal,
+                window_size=window,
+                softcap=spec.softcap or 0.0,
+                alibi_slopes=extras.alibi_slopes,
+                num_splits=options.num_splits,
+                return_softmax_lse=True,
+            )[:2]
+            return o.squeeze(1), lse.squeeze(2)  # lse [B, H, 1]
+
+        return call
+
+    def _varlen(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+        function = self.probe().module.flash_attn_varlen_func
+        return function(q=q, k=k, v=v, return_attn_probs=True, **arguments)[:2]
+
+    def _varlen_paged(self, q: Any, k: Any, v: Any, *, batch: Batch, **arguments: Any) -> Any:
+        # Lengths come from the running sum; with pages it says nothing about places.
+        starts = torch.zeros_like(batch.cu_seqlens_q)
+        torch.cumsum(batch.seqlens_k, 0, dtype=torch.int32, out=starts[1:])
+        return self._varlen(
+            q, k, v, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=starts, **arguments
+        )
+
+
+class VllmFlashAttention2(FlashAttention2):
+    """The FlashAttention 2 inside vLLM, which takes pages in multiples of 16."""
+
+    package = "vllm"
+    install = "pip install vllm"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dims=IntSet(low=1, high=256),
+        head_dims_v=IntSet(low=1, high=256),
+        page_sizes=IntSet(low=16, multiple_of=16),
+        min_compute_capability=(8, 0),
+        features=_FEATURES,
+    )
+
+    def probe(self) -> Probe:
+        """The attention module of vLLM, which loads without the rest of it."""
+        return probe("vllm.vllm_flash_attn", attribute="flash_attn_varlen_func")
+
+    def dependency_reasons(self) -> list[Reason]:
+        """A missing vLLM, or one whose extension for this version does not load."""
+        reasons = super().dependency_reasons()
+        return reasons or vllm_reasons(self.probe(), self.version)
+
+    def prepare(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
+        """Varlen for everything: vLLM ships no other entry point."""
+        dense = self.takes_dense_keys(spec, options)
+        return self._ragged(work, spec) if dense else self._paged(work, spec)
+
+    def _varlen(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+        function = self.probe().module.flash_attn_varlen_func
+        return function(q=q, k=k, v=v, return_softmax_lse=True, fa_version=2, **arguments)[:2]
+
+    def _varlen_paged(self, q: Any, k: Any, v: Any, *, batch: Batch, **arguments: Any) -> Any:
+        arguments.update(cu_seqlens_q=batch.cu_seqlens_q, seqused_k=batch.seqlens_k)
+        return self._varlen(q, k, v, **arguments)
+
+
+def vllm_reasons(found: Probe, version: int) -> list[Reason]:
+    """Why vLLM's extension of this version does not load, in vLLM's own words."""
+    interface = probe("vllm.vllm_flash_attn.flash_attn_interface").module
+    why = getattr(interface, f"FA{version}_UNAVAILABLE_REASON", "no such extension")
+    if getattr(interface, f"FA{version}_AVAILABLE", False):
+        return []
+    release = found.version or getattr(probe("vllm").module, "__version__", "unknown version")
+    got = f"{release}, {why}"
+    return [Reason("vllm", got, f"a build with FlashAttention {version}", "reinstall vllm")]
+
+
+__all__ = ["FlashAttention2", "VllmFlashAttention2", "safe_bounds", "vllm_reasons", "wide_enough"]

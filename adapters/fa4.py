@@ -1,0 +1,95 @@
+"""FlashAttention 4: ``flash_attn.cute``, compiled by its own DSL on the first call.
+
+- A window bound of -1 is a literal bound, not "unbounded": None is passed.
+- The LSE of ``[H, T]`` is transposed on its MLA path, which ``v is k`` with 512 lanes selects by
+  itself; such widths are not declared here.
+- Where a page is a whole tile, unused slots are loaded, so pages are limited to smaller sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..backend import RunExtras
+from ..capabilities import Capabilities, IntSet
+from ..errors import Reason
+from ..packages import Probe, probe
+from ..spec import AttentionSpec
+from .arrange import Arrangement
+from .flash_build import FlashBuild, FlashCall, kernel_scale, padded_dims_reasons, round_up
+from .tensors import DenseKeysOfPlan, aligned, widen
+
+#: Keys in its smallest tile.
+_TILE = 64
+
+
+class FlashAttention4(FlashBuild):
+    """The ``flash-attn-4`` package."""
+
+    version = 4
+    package = "flash-attn-4"
+    install = "pip install --pre flash-attn-4"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dims=IntSet(low=1, high=128),
+        head_dims_v=IntSet(low=1, high=128),
+        min_compute_capability=(9, 0),
+        max_compute_capability=(11, 9),
+        features=frozenset(
+            ("ragged", "paged", "causal", "bidirectional", "window", "softcap", "cuda_graph")
+        ),
+    )
+
+    def probe(self) -> Probe:
+        """The DSL's module; its own version string is not the package's."""
+        return probe(
+            "flash_attn.cute", attribute="flash_attn_varlen_func", distribution="flash-attn-4"
+        )
+
+    def extra_reasons(self, spec: AttentionSpec, options: Any) -> list[Reason]:
+        """Widths that only a copy of the whole cache could serve, and pages of whole tiles."""
+        reasons = padded_dims_reasons(spec, 8, equal=False, high=128)
+        paged = not self.takes_dense_keys(spec, options)
+        if paged and (spec.page_size or 0) >= _TILE and not options.finite_cache:
+            fix = "set finite_cache=True if unused slots hold finite values"
+            reasons.append(Reason("page_size", str(spec.page_size), f"1..{_TILE - 1}", fix))
+        return reasons
+
+    def prepare(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
+        """Varlen for everything; with pages, lengths come from ``seqused_k``."""
+        batch = work.batch
+        d, dv = round_up(spec.head_dim, 8), round_up(spec.dv, 8)
+        common = dict(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=max(batch.max_seqlen_q, 1),
+            max_seqlen_k=max(batch.max_seqlen_k, 1),
+            softmax_scale=kernel_scale(spec),
+            causal=spec.causal,
+            window_size=spec.bounds if spec.window is not None else (None, None),
+            softcap=spec.softcap or 0.0,
+            return_lse=True,
+        )
+        paged = not self.takes_dense_keys(spec, options)
+        function = self.probe().module.flash_attn_varlen_func
+        dense = DenseKeysOfPlan(work, spec)
+
+        def call(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            if paged:
+                where = dict(seqused_k=batch.seqlens_k, page_table=batch.page_table)
+            else:
+                keys = dense.of(k)
+                where = dict(cu_seqlens_k=keys.cu_seqlens)
+                q, k, v = widen(q, d), widen(keys.take(k), d), widen(keys.take(v), dv)
+            q, k, v = aligned(q), aligned(k), aligned(v)
+            o, lse = function(q=q, k=k, v=v, **where, **common)[:2]
+            return o[..., : spec.dv], lse.transpose(0, 1)  # lse [H, T]
+
+        return call
+
+
+__all__ = ["FlashAttention4"]

@@ -1,0 +1,201 @@
+"""FlashAttention 2, 3 and 4 behind one name: which build serves a layer, and why."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..batch import Batch
+from ..capabilities import Capabilities, IntSet
+from ..capacity import Capacity
+from ..errors import Reason
+from ..output import AttentionOutput
+from ..plan import Plan
+from ..spec import AttentionSpec
+from .arrange import empty_rows, no_keys, restore, take_rows
+from .fa2 import FlashAttention2, VllmFlashAttention2
+from .fa3 import FlashAttention3, VllmFlashAttention3
+from .fa4 import FlashAttention4
+from .flash_build import FlashBuild, kernel_query
+
+_FA2 = (FlashAttention2(), VllmFlashAttention2())
+_FA3 = (FlashAttention3(), VllmFlashAttention3())
+_FA4 = (FlashAttention4(),)
+BUILDS: dict[str, tuple[FlashBuild, ...]] = {"2": _FA2, "3": _FA3, "4": _FA4}
+
+#: Which version ``auto`` prefers, by major compute capability: the one written for it first.
+_ORDER = {8: ("2", "4", "3"), 9: ("3", "4", "2"), 10: ("4", "2", "3"), 11: ("4", "2", "3")}
+_ORDER_ELSEWHERE = ("2", "4", "3")
+
+
+class FlashAttentionOptions(BackendOptions):
+    """Options of ``flash_attention``."""
+
+    version: Literal["auto", "2", "3", "4"] = "auto"
+    """``auto`` takes the newest one written for the device that can do the call."""
+    source: Literal["auto", "package", "vllm"] = "auto"
+    """``package``: FlashAttention's own; ``vllm``: the build inside vLLM; ``auto``: either."""
+    num_splits: int = Field(default=0, ge=0, le=256, strict=True)
+    """Parts that keys are split into, where the build lets one choose. 0 lets it decide; 1 is
+    what ``batch_invariant`` uses."""
+    finite_cache: bool = False
+    """Promise that cache slots that no query sees, past the lengths or left behind by a window,
+    hold finite values. Kernels load them with their tiles, and 0 * NaN is NaN; without the promise
+    windows over a cache are gathered first, and some loads by tile are avoided or refused."""
+
+
+class FlashAttentionPlan(Plan):
+    """A batch as the chosen build takes it."""
+
+    def __init__(
+        self, backend: FlashAttentionBackend, batch: Batch, capacity: Capacity | None
+    ) -> None:
+        super().__init__(backend, batch, capacity)
+        build, spec = backend.build_for(batch.device), backend.spec
+        self.work = build.arrange(batch, spec, capacity)
+        self.idle = self.work.batch.num_seqs == 0
+        self.call = None if self.idle else build.prepare(self.work, spec, backend.options)
+
+    def on_update(self) -> None:
+        """Mark the empty rows of the new lengths, in the buffer a captured graph reads."""
+        if self.work.empty is not None:
+            self.work.empty.copy_(empty_rows(self.batch, self.spec))
+
+
+class FlashAttentionBackend(AttentionBackend):
+    """FlashAttention 2, 3 or 4, as separate packages or inside vLLM.
+
+    The build is chosen when the backend is bound to a spec and a device: ``backend.build.label``
+    says which. FlashAttention 2 needs lengths on the host and copies them once per plan where the
+    batch lacks them; 3 and 4 never wait for the device.
+    """
+
+    name = "flash_attention"
+    Options = FlashAttentionOptions
+    packages = ("flash-attn", "tokenspeed-fa3", "flash-attn-3", "flash-attn-4", "vllm")
+    #: What any of the builds can do; a bound backend holds those of its build.
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+        head_dims=IntSet((*range(1, 257), 576)),
+        head_dims_v=IntSet(low=1, high=512),
+        min_compute_capability=(8, 0),
+        features=FlashAttention2.capabilities.features | FlashAttention3.capabilities.features,
+    )
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        device: torch.device | str | None = None,
+        options: BackendOptions | None = None,
+    ) -> None:
+        super().__init__(spec, device=device, options=options)
+        self.build: FlashBuild | None = None
+        if device is not None:
+            self.build_for(torch.device(device))
+
+    def build_for(self, device: torch.device) -> FlashBuild:
+        """The build that serves this spec on a device; chosen once."""
+        if self.build is None:
+            assert isinstance(self.options, FlashAttentionOptions)
+            for build in candidates(self.options, device):
+                if not build.reasons(self.spec, None, device, self.options):
+                    self.build = build
+                    self.capabilities = build.capabilities  # type: ignore[misc]
+                    break
+            else:
+                self.refuse(device)
+        assert self.build is not None
+        return self.build
+
+    def refuse(self, device: torch.device) -> None:
+        """Raise UnsupportedCallError with every reason against this spec on a device."""
+        type(self)(self.spec, device=device, options=self.options)
+
+    @classmethod
+    def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
+        """Nothing if any of the builds loads, else what is wrong with each."""
+        builds = candidates(_options(options), None)
+        found = [build.dependency_reasons() for build in builds]
+        return [] if any(not reasons for reasons in found) else _unique(found)
+
+    @classmethod
+    def unsupported_reasons(
+        cls,
+        spec: AttentionSpec,
+        phase: str | None = None,
+        device: torch.device | None = None,
+        options: BackendOptions | None = None,
+    ) -> list[Reason]:
+        """Nothing if one build can do the call; else the reasons of every build.
+
+        A build that loads speaks for the name: where one does, the builds that are merely absent
+        are left out, so that the first reason is what stands in the way.
+        """
+        chosen = _options(options)
+        all_reasons: list[list[Reason]] = []
+        loaded: list[list[Reason]] = []
+        for build in candidates(chosen, device):
+            reasons = build.reasons(spec, phase, device, chosen)
+            if not reasons:
+                return []
+            all_reasons.append(reasons)
+            if not build.dependency_reasons():
+                loaded.append(reasons)
+        if loaded:
+            return _unique(loaded)
+        return _unique([cls.dependency_reasons(chosen), *all_reasons])
+
+    def plan(self, batch: Batch, capacity: Capacity | None = None) -> Plan:
+        """Prepare a batch; see the base class. Binds to a build if no device was given before."""
+        self.build_for(batch.device)
+        return super().plan(batch, capacity)
+
+    def _plan(self, batch: Batch, capacity: Capacity | None) -> FlashAttentionPlan:
+        return FlashAttentionPlan(self, batch, capacity)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Plan,
+        extras: RunExtras,
+        out: AttentionOutput | None,
+    ) -> AttentionOutput:
+        assert isinstance(plan, FlashAttentionPlan)
+        if plan.call is None:
+            return no_keys(q, self.spec, out)
+        values = k[..., : self.spec.dv] if v is None else v
+        with torch.no_grad():
+            rows = kernel_query(take_rows(q, plan.work), self.spec)
+            o, lse = plan.call(rows, k, values, extras)
+            return restore(o, lse, plan.work, q.shape[0], out)
+
+
+def candidates(options: FlashAttentionOptions, device: torch.device | None) -> list[FlashBuild]:
+    """The builds that the options allow, best first; asks the driver only about CUDA devices."""
+    order = _ORDER_ELSEWHERE
+    if device is not None and device.type == "cuda" and torch.cuda.is_available():
+        order = _ORDER.get(torch.cuda.get_device_capability(device)[0], _ORDER_ELSEWHERE)
+    if options.version != "auto":
+        order = (options.version,)
+    builds = [build for version in order for build in BUILDS[version]]
+    if options.source == "auto":
+        return builds
+    return [b for b in builds if (b.package == "vllm") == (options.source == "vllm")]
+
+
+def _options(options: BackendOptions | None) -> FlashAttentionOptions:
+    return options if isinstance(options, FlashAttentionOptions) else FlashAttentionOptions()
+
+
+def _unique(lists: list[list[Reason]]) -> list[Reason]:
+    return list(dict.fromkeys(reason for reasons in lists for reason in reasons))
+
+
+__all__ = ["FlashAttentionBackend", "FlashAttentionOptions", "candidates"]

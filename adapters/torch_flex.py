@@ -1,0 +1,229 @@
+"""PyTorch's FlexAttention: every rule of the contract as a mask or a change of the score.
+
+Scores are scaled, changed by ``score_mod`` and then masked, which is the contract's order. The LSE
+is natural, float32, ``[B, H, L]``; a row without keys has ``-inf`` and a zero output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..batch import Batch
+from ..capabilities import Capabilities, IntSet
+from ..capacity import Capacity
+from ..errors import Reason
+from ..output import AttentionOutput
+from ..packages import Probe, probe
+from ..plan import Plan
+from ..spec import FP8_DTYPES, AttentionSpec
+from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
+from .padded import Padded, mask_starts
+
+Mod = Callable[..., torch.Tensor]
+
+
+class TorchFlexOptions(BackendOptions):
+    """Options of ``torch_flex``."""
+
+    compile: Literal["auto", "always", "never"] = "auto"
+    """Whether to compile the kernel, on the first run: ``auto`` compiles on CUDA only. Without it
+    the scores of all queries and keys are held in memory."""
+
+
+def probe_flex() -> Probe:
+    """PyTorch's FlexAttention, with the request for an LSE that came with 2.9."""
+    return probe("torch.nn.attention.flex_attention", attribute="AuxRequest", distribution="torch")
+
+
+@cache
+def compiled(name: str) -> Callable[..., Any]:
+    """A function of the module, compiled when it is first called."""
+    return torch.compile(getattr(probe_flex().module, name), dynamic=True)
+
+
+class TorchFlexPlan(Plan):
+    """A batch laid out side by side."""
+
+    def __init__(self, backend: TorchFlexBackend, batch: Batch) -> None:
+        super().__init__(backend, batch)
+        self.work = arrange(with_host_lengths(batch), self.spec)
+        inner = self.work.batch
+        members = range(inner.num_seqs)
+        left, page_size = self.spec.bounds[0], self.spec.page_size
+        self.padded = Padded(inner, members, page_size, left) if members else None
+        self.starts = mask_starts(inner, members) if self.spec.has_mask else None
+        self.block_mask: Any = None
+
+
+class TorchFlexBackend(AttentionBackend):
+    """FlexAttention, with windows, softcap, ALiBi, masks and fp8 scales as modifications.
+
+    Sequences are laid out side by side, so keys are copied, and a paged cache is gathered. Lengths
+    are needed on the host: a batch without them costs a copy per plan.
+    """
+
+    name = "torch_flex"
+    Options = TorchFlexOptions
+    packages = ("torch",)
+    options: TorchFlexOptions
+    capabilities = Capabilities(
+        devices=("cpu", "cuda"),
+        dtypes=(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn),
+        fp8_kv_dtypes=FP8_DTYPES,
+        head_dims=IntSet(),
+        head_dims_v=IntSet(),
+        min_compute_capability=(8, 0),
+        features=frozenset(
+            ("ragged", "paged", "causal", "bidirectional", "window", "softcap", "alibi", "mask")
+        ),
+    )
+
+    @classmethod
+    def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
+        """A PyTorch without it."""
+        reason = probe_flex().reason("pip install --upgrade torch; 2.9 or newer")
+        return [] if reason is None else [reason]
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        spec: AttentionSpec,
+        phase: str | None,
+        device: torch.device | None,
+        options: BackendOptions | None,
+    ) -> list[Reason]:
+        """What the compiled kernel does not take."""
+        chosen = options if isinstance(options, TorchFlexOptions) else cls.Options()
+        reasons = []
+        if not _compiles(chosen, device):
+            return reasons
+        if spec.dtype == torch.float64:
+            fix = "set compile='never'"
+            reasons.append(Reason("dtype", "float64", "narrower dtypes when compiled", fix))
+        return reasons
+
+    def _plan(self, batch: Batch, capacity: Capacity | None) -> TorchFlexPlan:
+        return TorchFlexPlan(self, batch)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Plan,
+        extras: RunExtras,
+        out: AttentionOutput | None,
+    ) -> AttentionOutput:
+        assert isinstance(plan, TorchFlexPlan)
+        spec, padded = self.spec, plan.padded
+        if padded is None:
+            return no_keys(q, spec, out)
+        v = k[..., : spec.dv] if v is None else v
+        fast = _compiles(self.options, q.device)
+        width = spec.out_dtype
+        if not fast and width != torch.float64:
+            width = torch.float32  # uncompiled, scores are rounded to the dtype of the queries
+        tensors = [padded.queries(take_rows(q, plan.work)), padded.keys(k), padded.keys(v)]
+        query, key, value = (x.to(width) for x in tensors)
+        visible = None if extras.mask is None else padded.mask(extras.mask, plan.starts)
+        with torch.no_grad():
+            if plan.block_mask is None or visible is not None:
+                plan.block_mask = _block_mask(spec, padded, visible, fast)
+            function = compiled("flex_attention") if fast else probe_flex().module.flex_attention
+            o, aux = function(
+                query,
+                key,
+                value,
+                score_mod=score_mod(spec, padded, extras),
+                block_mask=plan.block_mask,
+                scale=spec.scale,
+                enable_gqa=spec.group_size > 1,
+                return_aux=probe_flex().module.AuxRequest(lse=True),
+            )
+            o = padded.rows(o)
+            if extras.v_scale is not None:
+                o = o.float() * per_head(extras.v_scale, spec, q.device)[:, None]
+            lse = padded.rows(aux.lse).float()
+            return restore(o.to(spec.out_dtype), lse, plan.work, q.shape[0], out)
+
+
+def score_mod(spec: AttentionSpec, padded: Padded, extras: RunExtras) -> Mod | None:
+    """What happens to a scaled score before it is masked: fp8 scale, softcap, ALiBi."""
+    if spec.softcap is None and extras.alibi_slopes is None and extras.k_scale is None:
+        return None
+    cap, slopes = spec.softcap, extras.alibi_slopes
+    k_scale = None
+    if extras.k_scale is not None:
+        k_scale = per_head(extras.k_scale, spec, padded.q_lens.device)
+    diagonal = padded.kv_lens - padded.q_lens
+
+    def mod(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor
+    ) -> torch.Tensor:
+        if k_scale is not None:
+            score = score * k_scale[h]
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if slopes is not None:
+            score = score - slopes[h] * (i + diagonal[b] - j).abs()
+        return score
+
+    return mod
+
+
+def mask_mod(spec: AttentionSpec, padded: Padded, visible: torch.Tensor | None) -> Mod:
+    """Which keys a query sees: those of its sequence, within bounds, and by the mask."""
+    q_lens, kv_lens = padded.q_lens, padded.kv_lens
+    left, right = spec.bounds
+
+    def mod(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        here = i + kv_lens[b] - q_lens[b]
+        seen = (i < q_lens[b]) & (j < kv_lens[b])
+        if left is not None:
+            seen = seen & (j >= here - left)
+        if right is not None:
+            seen = seen & (j <= here + right)
+        if visible is not None:
+            seen = seen & visible[b, i, j]
+        return seen
+
+    return mod
+
+
+def _block_mask(
+    spec: AttentionSpec, padded: Padded, visible: torch.Tensor | None, fast: bool
+) -> Any:
+    module = probe_flex().module
+    assert module is not None
+    create = compiled("create_block_mask") if fast else module.create_block_mask
+    return create(
+        mask_mod(spec, padded, visible),
+        B=padded.q_lens.shape[0],
+        H=None,
+        Q_LEN=padded.max_q,
+        KV_LEN=padded.max_k,
+        device=padded.q_lens.device,
+    )
+
+
+def per_head(
+    scale: float | torch.Tensor, spec: AttentionSpec, device: torch.device
+) -> torch.Tensor:
+    """A KV scale as ``[H]`` float32."""
+    if not isinstance(scale, torch.Tensor):
+        return torch.full((spec.num_heads,), scale, device=device)
+    return scale.expand(spec.num_kv_heads).repeat_interleave(spec.group_size)
+
+
+def _compiles(options: TorchFlexOptions, device: torch.device | None) -> bool:
+    if options.compile != "auto":
+        return options.compile == "always"
+    return device is not None and device.type == "cuda"
+
+
+__all__ = ["TorchFlexBackend", "TorchFlexOptions", "mask_mod", "score_mod"]

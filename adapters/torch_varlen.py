@@ -1,0 +1,195 @@
+"""PyTorch's ``torch.nn.attention.varlen``: its FlashAttention 2, without a further package.
+
+- The operator returns the LSE as ``[H, T]``, although the documentation says ``[T, H]``. Which of
+  the two a release does is told by the shapes, or, where T equals H, by the operator's own fake.
+- Rows without keys get ``+inf``; they are not handed over, or overwritten from lengths.
+- Bounds of the window and one-query batches need the same care as in FlashAttention 2.
+- A block table and a choice of splits came with PyTorch 2.12, and windows with 2.11.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..batch import Batch
+from ..capabilities import Capabilities, IntSet
+from ..capacity import Capacity
+from ..errors import Reason
+from ..output import AttentionOutput
+from ..packages import Probe, probe
+from ..plan import Plan
+from ..spec import AttentionSpec
+from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
+from .fa2 import safe_bounds
+from .flash_build import kernel_query, kernel_scale, padded_dims_reasons, round_up
+from .tensors import DenseKeysOfPlan, aligned, leaves_keys_behind, widen
+
+
+def probe_varlen() -> Probe:
+    """PyTorch's varlen module, which came with 2.10."""
+    return probe("torch.nn.attention.varlen", attribute="varlen_attn", distribution="torch")
+
+
+@cache
+def accepts(name: str) -> bool:
+    """Whether this PyTorch's ``varlen_attn`` has an argument."""
+    module = probe_varlen().module
+    return module is not None and name in inspect.signature(module.varlen_attn).parameters
+
+
+@cache
+def heads_first(module: ModuleType) -> bool:
+    """Whether the operator's LSE is ``[H, T]``, asked of its fake with distinct sizes."""
+    q = torch.empty(5, 3, 64, device="meta", dtype=torch.float16)
+    kv = torch.empty(7, 3, 64, device="meta", dtype=torch.float16)
+    starts = torch.empty(2, device="meta", dtype=torch.int32)
+    aux = module.AuxRequest(lse=True)
+    lse = module.varlen_attn(
+        query=q,
+        key=kv,
+        value=kv,
+        cu_seq_q=starts,
+        cu_seq_k=starts,
+        max_q=5,
+        max_k=7,
+        return_aux=aux,
+    )[1]
+    return tuple(lse.shape) == (3, 5)
+
+
+class TorchVarlenPlan(Plan):
+    """A batch as ``varlen_attn`` takes it."""
+
+    backend: TorchVarlenBackend
+
+    def __init__(
+        self, backend: TorchVarlenBackend, batch: Batch, capacity: Capacity | None
+    ) -> None:
+        super().__init__(backend, batch, capacity)
+        # With pages, a tile without visible keys would write its LSE at a wrong place.
+        lengths = with_host_lengths(batch) if batch.is_paged else batch
+        self.work = arrange(lengths, self.spec, capacity)
+        self.dense = DenseKeysOfPlan(self.work, self.spec)
+        self.idle = self.work.batch.num_seqs == 0
+
+    def on_update(self) -> None:
+        """Mark the empty rows of the new lengths, in the buffer a captured graph reads."""
+        if self.work.empty is not None:
+            self.work.empty.copy_(empty_rows(self.batch, self.spec))
+
+
+class TorchVarlenBackend(AttentionBackend):
+    """FlashAttention 2 as PyTorch ships it, for packed sequences.
+
+    With pages (PyTorch 2.12 and newer) lengths are needed on the host: a batch without them costs
+    a copy per plan.
+    """
+
+    name = "torch_varlen"
+    packages = ("torch",)
+    capabilities = Capabilities(
+        devices=("cuda",),
+        dtypes=(torch.float16, torch.bfloat16),
+        head_dims=IntSet(low=1, high=256),
+        head_dims_v=IntSet(low=1, high=256),
+        page_sizes=IntSet(low=256, multiple_of=256),
+        min_compute_capability=(8, 0),
+        features=frozenset(
+            ("ragged", "paged", "causal", "bidirectional", "window", "batch_invariant")
+        ),
+    )
+
+    @classmethod
+    def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
+        """A PyTorch without the module."""
+        reason = probe_varlen().reason("pip install --upgrade torch; 2.10 or newer")
+        return [] if reason is None else [reason]
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        spec: AttentionSpec,
+        phase: str | None,
+        device: torch.device | None,
+        options: BackendOptions | None,
+    ) -> list[Reason]:
+        """What this PyTorch lacks, and widths that only a copy of the cache could serve."""
+        reasons = []
+        if spec.page_size is not None and not accepts("block_table"):
+            fix = f"torch {torch.__version__} has no block table, 2.12 has"
+            reasons.append(Reason("page_size", str(spec.page_size), "None", fix))
+        if spec.window is not None and not accepts("window_size"):
+            fix = f"torch {torch.__version__} has no window, 2.11 has"
+            reasons.append(Reason("window", str(spec.window), "None", fix))
+        return reasons + padded_dims_reasons(spec, 8, equal=True, high=256)
+
+    def _plan(self, batch: Batch, capacity: Capacity | None) -> TorchVarlenPlan:
+        return TorchVarlenPlan(self, batch, capacity)
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        plan: Plan,
+        extras: RunExtras,
+        out: AttentionOutput | None,
+    ) -> AttentionOutput:
+        assert isinstance(plan, TorchVarlenPlan)
+        spec, work = self.spec, plan.work
+        if plan.idle:
+            return no_keys(q, spec, out)
+        v = k[..., : spec.dv] if v is None else v
+        rows = take_rows(q, work)
+        o, lse = call_varlen(plan, rows, k, v)
+        return restore(o[..., : spec.dv], lse, work, q.shape[0], out)
+
+
+def call_varlen(
+    plan: TorchVarlenPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(o [T', H, >= DV], lse [T', H])`` of the arranged rows."""
+    spec, batch = plan.spec, plan.work.batch
+    module = probe_varlen().module
+    assert module is not None
+    max_q = max(batch.max_seqlen_q, 2)  # with 1 it assumes one query for every sequence
+    window, max_k = safe_bounds(spec, max_q, batch.max_seqlen_k)
+    arguments = dict(
+        cu_seq_q=batch.cu_seqlens_q,
+        max_q=max_q,
+        max_k=max_k,
+        return_aux=module.AuxRequest(lse=True),
+        scale=kernel_scale(spec),
+    )
+    if accepts("window_size"):
+        arguments["window_size"] = window
+    else:
+        arguments["is_causal"] = spec.causal
+    if accepts("enable_gqa"):
+        arguments["enable_gqa"] = spec.group_size > 1
+    if accepts("num_splits") and spec.batch_invariant:
+        arguments["num_splits"] = 1
+    if spec.page_size is None or leaves_keys_behind(spec):
+        keys = plan.dense.of(k)
+        width = round_up(max(spec.head_dim, spec.dv), 8)
+        q, k, v = widen(q, width), widen(keys.take(k), width), widen(keys.take(v), width)
+        arguments["cu_seq_k"] = keys.cu_seqlens
+    else:
+        arguments["cu_seq_k"] = None
+        arguments["seqused_k"] = batch.seqlens_k
+        arguments["block_table"] = batch.page_table
+    q = aligned(kernel_query(q, spec))
+    o, lse = module.varlen_attn(query=q, key=aligned(k), value=aligned(v), **arguments)
+    if q.shape[0] != q.shape[1]:
+        first = lse.shape[0] == q.shape[1]
+    else:
+        first = heads_first(module)  # the shape cannot tell
+    return o, lse.transpose(0, 1) if first else lse
+
+
+__all__ = ["TorchVarlenBackend", "probe_varlen"]

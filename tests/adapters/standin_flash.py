@@ -1,0 +1,303 @@
+"""Stand-ins of the FlashAttention packages: their signatures, conventions and traps, in torch.
+
+Every function takes keywords only, so that a call by position fails here.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from standin_kernel import attend, pages
+
+INF = float("inf")
+
+
+def _fa2_bounds(window: tuple[int, int], causal: bool, max_k: int) -> tuple[int, int]:
+    """FlashAttention 2 rewrites its window by the longest key count."""
+    left, right = window
+    left, right = (-1 if left >= max_k else left), (-1 if right >= max_k else right)
+    if causal:
+        right = 0
+    if left < 0 <= right and not (causal and left < 0):
+        left = max_k
+    if right < 0 <= left:
+        right = max_k
+    return left, right
+
+
+def _none(bound: int) -> int | None:
+    return None if bound < 0 else bound
+
+
+def _alibi(slopes: torch.Tensor | None, q_len: int, kv_len: int, causal_kernel: bool):
+    if slopes is None:
+        return None
+    i = torch.arange(q_len)[:, None] + kv_len - q_len
+    j = torch.arange(kv_len)[None, :]
+    if causal_kernel:
+        return slopes[:, None, None] * j  # the same softmax, another LSE
+    return -slopes[:, None, None] * (i - j).abs()
+
+
+def _check_half(q, k, v, multiple=8, high=256):
+    assert q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype
+    for x in (q, k, v):
+        assert x.stride(-1) == 1 and x.shape[-1] % multiple == 0 and x.shape[-1] <= high, x.shape
+        assert x.data_ptr() % 16 == 0
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1]):
+            assert size <= 1 or stride * x.element_size() % 16 == 0, "rows of 16 bytes"
+
+
+def _fa2_varlen(
+    q, k, v, cu_q, starts_k, lengths, max_q, max_k, scale, causal, window, softcap, slopes, table
+):
+    """One body for both varlen entry points. Returns o [T, H, D], lse [H, T]."""
+    _check_half(q, k, v)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1], "one width for all"
+    num = len(cu_q) - 1
+    assert num > 0, "batch size must be positive"
+    q_lens = cu_q.diff().tolist()
+    assert max_q >= max(q_lens) and max_k >= max(lengths)
+    left, right = _fa2_bounds(window, causal, max_k)
+    swapped = max_q == 1 and q.shape[1] > k.shape[-2] and left < 0 and right <= 0 and slopes is None
+    if swapped:
+        assert all(n == 1 for n in q_lens), "shape is invalid for input"
+        assert table is None, "the LSE of one-query batches over pages comes back permuted"
+    o = torch.full((q.shape[0], q.shape[1], v.shape[-1]), float("nan"), dtype=q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), float("nan"))
+    for b in range(num):
+        rows = slice(int(cu_q[b]), int(cu_q[b + 1]))
+        n = lengths[b]
+        if table is None:
+            keys, values = k[starts_k[b] : starts_k[b] + n], v[starts_k[b] : starts_k[b] + n]
+        else:
+            keys, values = pages(k, table[b], n), pages(v, table[b], n)
+        causal_kernel = left < 0 and right == 0
+        bias = _alibi(slopes, q_lens[b], n, causal_kernel)
+        got, own = attend(
+            q[rows], keys, values,
+            scale=scale, left=_none(left), right=_none(right), softcap=softcap, bias=bias,
+        )  # fmt: skip
+        if table is not None and q_lens[b]:
+            assert not bool((own == -INF).all(dim=-1)[0]), "a tile without keys writes astray"
+        lse[:, rows] = torch.where(own == -INF, INF, own).T
+        o[rows] = got.to(o.dtype)
+    return o, lse
+
+
+def flash_attn_2(page_multiple: int = 256) -> ModuleType:
+    """``flash_attn`` 2.8."""
+    module = ModuleType("flash_attn")
+    module.__version__ = "2.8.3"
+    module.calls = []
+
+    def flash_attn_varlen_func(
+        *, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+        deterministic=False, return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        module.calls.append("varlen")
+        if block_table is not None:
+            assert k.shape[1] % page_multiple == 0
+        lengths = cu_seqlens_k.diff().tolist()
+        o, lse = _fa2_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k.tolist(), lengths, max_seqlen_q, max_seqlen_k,
+            softmax_scale, causal, window_size, softcap, alibi_slopes, block_table,
+        )  # fmt: skip
+        return (o, lse, None) if return_attn_probs else o
+
+    def flash_attn_with_kvcache(
+        *, q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None,
+        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None,
+        softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
+        rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False,
+    ):  # fmt: skip
+        module.calls.append("kvcache")
+        _check_half(q, k_cache, v_cache)
+        assert isinstance(cache_seqlens, torch.Tensor) and k_cache.shape[1] % page_multiple == 0
+        room = block_table.shape[1] * k_cache.shape[1]
+        left, right = _fa2_bounds(window_size, causal, room)
+        o = torch.empty(*q.shape[:3], v_cache.shape[-1], dtype=q.dtype)
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
+        for b, n in enumerate(cache_seqlens.tolist()):
+            causal_kernel = left < 0 and right == 0
+            bias = _alibi(alibi_slopes, q.shape[1], n, causal_kernel)
+            got, own = attend(
+                q[b], pages(k_cache, block_table[b], n), pages(v_cache, block_table[b], n),
+                scale=softmax_scale, left=_none(left), right=_none(right), softcap=softcap,
+                bias=bias,
+            )  # fmt: skip
+            o[b], lse[b] = got.to(o.dtype), torch.where(own == -INF, INF, own).T
+        return (o, lse) if return_softmax_lse else o
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def _fa3_body(
+    q, k, v, cu_q, starts_k, lengths, scale, causal, window, softcap, table, qv, k_scale, v_scale,
+    whole_pages,
+):  # fmt: skip
+    fp8 = q.dtype == torch.float8_e4m3fn
+    assert q.dtype == k.dtype == v.dtype
+    d, dv = q.shape[-1], v.shape[-1]
+    assert d % (16 if fp8 else 8) == 0 and d <= 256, f"head_size {d}"
+    wide = qv is not None or d <= 64 < dv <= 512 or (128 < d <= 192 and 96 < dv <= 128)
+    assert d == dv or wide, f"{d}/{dv}"
+    left, right = window
+    if causal:
+        right = 0
+    o = torch.full((q.shape[0], q.shape[1], dv), float("nan"))
+    lse = torch.full((q.shape[1], q.shape[0]), float("nan"))
+    no_keys = k.shape[0] == 0
+    for b in range(len(cu_q) - 1):
+        rows, n = slice(int(cu_q[b]), int(cu_q[b + 1])), lengths[b]
+        if table is None:
+            keys, values = k[starts_k[b] : starts_k[b] + n], v[starts_k[b] : starts_k[b] + n]
+        else:
+            keys, values = pages(k, table[b], n), pages(v, table[b], n)
+        queries = q[rows].float()
+        keys, values = keys.float(), values.float()
+        if qv is not None:
+            queries = torch.cat([queries, qv[rows].float()], dim=-1)
+            keys = torch.cat([keys, values], dim=-1)
+        if k_scale is not None:
+            keys = keys * k_scale[b][:, None]
+        if v_scale is not None:
+            values = values * v_scale[b][:, None]
+        got, own = attend(
+            queries, keys, values,
+            scale=scale, left=_none(left), right=_none(right), softcap=softcap,
+        )  # fmt: skip
+        if whole_pages and n and rows.stop > rows.start:
+            tail = pages(v, table[b], -(-n // v.shape[1]) * v.shape[1])[n:].float()
+            got = got + 0 * tail.sum()
+        o[rows], lse[:, rows] = got, own.T
+    if no_keys:
+        lse.fill_(INF)
+    return o.to(torch.bfloat16 if fp8 else q.dtype), lse
+
+
+def flash_attn_3(flags: dict[str, bool] | None = None) -> tuple[ModuleType, ModuleType]:
+    """``flash_attn_interface`` and ``flash_attn_config``."""
+    module, config = ModuleType("flash_attn_interface"), ModuleType("flash_attn_config")
+    module.__version__ = "3.0.0"
+    config.CONFIG = {"build_flags": flags or {}}
+    module.calls = []
+
+    def flash_attn_varlen_func(
+        *, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,
+        seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
+        v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
+        pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
+    ):  # fmt: skip
+        module.calls.append(("varlen", max_seqlen_q, num_splits))
+        assert max_seqlen_q >= max(cu_seqlens_q.diff().tolist())
+        lengths = (cu_seqlens_k.diff() if seqused_k is None else seqused_k).tolist()
+        o, lse = _fa3_body(
+            q, k, v, cu_seqlens_q, cu_seqlens_k.tolist(), lengths, softmax_scale, causal,
+            window_size, softcap, None, qv, k_descale, v_descale, False,
+        )  # fmt: skip
+        return (o, lse) if return_attn_probs else o
+
+    def flash_attn_with_kvcache(
+        *, q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+        cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+        cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+        q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+        scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
+        return_softmax_lse=False,
+    ):  # fmt: skip
+        module.calls.append(("kvcache", max_seqlen_q, num_splits))
+        assert max_seqlen_q is not None and cache_seqlens.dtype == torch.int32
+        o, lse = _fa3_body(
+            q, k_cache, v_cache, cu_seqlens_q, None, cache_seqlens.tolist(), softmax_scale, causal,
+            window_size, softcap, page_table, qv, k_descale, v_descale,
+            k_cache.shape[1] % 128 == 0 and cache_leftpad is None,
+        )  # fmt: skip
+        nothing = torch.tensor([])
+        return (o, lse, nothing, nothing) if return_softmax_lse else o
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module, config
+
+
+def flash_attn_4() -> ModuleType:
+    """``flash_attn.cute``: -1 is a literal bound, and the LSE is ``[H, T]``."""
+    module = ModuleType("flash_attn.cute")
+
+    def flash_attn_varlen_func(
+        *, q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None,
+        gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+        window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
+        deterministic=False, return_lse=False,
+    ):  # fmt: skip
+        _check_half(q, k, v, high=128)
+        assert all(bound is None or bound >= 0 for bound in window_size), "a literal bound"
+        window = tuple(-1 if bound is None else bound for bound in window_size)
+        assert page_table is None or cu_seqlens_k is None
+        lengths = (cu_seqlens_k.diff() if seqused_k is None else seqused_k).tolist()
+        starts = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
+        o = torch.full((q.shape[0], q.shape[1], v.shape[-1]), float("nan"), dtype=q.dtype)
+        lse = torch.full((q.shape[1], q.shape[0]), float("nan"))
+        for b, n in enumerate(lengths):
+            rows = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+            if page_table is None:
+                keys, values = k[starts[b] : starts[b] + n], v[starts[b] : starts[b] + n]
+            else:
+                keys, values = pages(k, page_table[b], n), pages(v, page_table[b], n)
+            left, right = window
+            got, own = attend(
+                q[rows], keys, values, scale=softmax_scale, left=_none(left),
+                right=0 if causal else _none(right), softcap=softcap,
+            )  # fmt: skip
+            o[rows], lse[:, rows] = got.to(o.dtype), own.T
+        return o, (lse if return_lse else None)
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return module
+
+
+def vllm() -> dict[str, ModuleType]:
+    """``vllm.vllm_flash_attn`` with its FlashAttention 2 and 3."""
+    names = ("vllm", "vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface")
+    top, module, interface = (ModuleType(name) for name in names)
+    top.__version__, top.__path__, module.__path__ = "0.20.0", [], []
+    for version in (2, 3):
+        setattr(interface, f"FA{version}_AVAILABLE", True)
+        setattr(interface, f"FA{version}_UNAVAILABLE_REASON", None)
+
+    def flash_attn_varlen_func(
+        *, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None,
+        q_v=None, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0,
+        alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+        return_softmax_lse=False, out=None, scheduler_metadata=None, q_descale=None,
+        k_descale=None, v_descale=None, num_splits=0, fa_version=2, s_aux=None,
+    ):  # fmt: skip
+        assert (cu_seqlens_k is None) != (seqused_k is None)
+        assert block_table is None or seqused_k is not None
+        lengths = (cu_seqlens_k.diff() if seqused_k is None else seqused_k).tolist()
+        starts = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
+        window = (-1, -1) if window_size is None else tuple(window_size)
+        if fa_version == 2:
+            assert (num_splits <= 1 and block_table is None) or k.shape[1] % 16 == 0
+            o, lse = _fa2_varlen(
+                q, k, v, cu_seqlens_q, starts, lengths, max_seqlen_q, max_seqlen_k, softmax_scale,
+                causal, window, softcap, alibi_slopes, block_table,
+            )  # fmt: skip
+        else:
+            assert alibi_slopes is None
+            o, lse = _fa3_body(
+                q, k, v, cu_seqlens_q, starts, lengths, softmax_scale, causal, window, softcap,
+                block_table, q_v, k_descale, v_descale,
+                block_table is not None and k.shape[1] % 128 == 0,
+            )  # fmt: skip
+        return (o, lse) if return_softmax_lse else o
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return dict(zip(names, (top, module, interface)))

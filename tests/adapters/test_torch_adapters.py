@@ -1,0 +1,126 @@
+"""What PyTorch ships: varlen by release, SDPA and FlexAttention on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from standin_varlen import varlen
+from support import assert_close, make_call, reference, run
+
+from attn_backends.adapters.torch_flex import TorchFlexBackend
+from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
+from attn_backends.adapters.torch_varlen import TorchVarlenBackend
+from attn_backends.conformance import run_conformance
+from attn_backends.errors import UnsupportedCallError
+from attn_backends.spec import AttentionSpec
+
+NAME = "torch.nn.attention.varlen"
+
+
+def spec(**fields: Any) -> AttentionSpec:
+    base = dict(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    return AttentionSpec(**{**base, **fields})
+
+
+def varlen_on_cpu(fields: AttentionSpec) -> TorchVarlenBackend:
+    return TorchVarlenBackend(fields, device="cpu")
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("tokens", [4, 7])
+def test_varlen_returns_tokens_by_heads_whatever_the_operator_does(
+    heads_first, tokens, install, on_cpu
+) -> None:
+    install(**{NAME: varlen("2.13", heads_first=heads_first)})
+    call = make_call(spec(), [tokens], [9])  # T == H in one of the two
+    assert_close(run(varlen_on_cpu(call.spec), call), reference(call))
+
+
+@pytest.mark.parametrize("release", ["2.10", "2.11", "2.13"])
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_varlen_works_in_every_release(release, host, causal, install, on_cpu) -> None:
+    install(**{NAME: varlen(release)})
+    call = make_call(spec(causal=causal), [5, 1, 0, 1], [2, 9, 3, 0], host=host, room=2)
+    assert_close(run(varlen_on_cpu(call.spec), call), reference(call))
+
+
+def test_varlen_refuses_what_its_release_lacks(install, on_cpu) -> None:
+    install(**{NAME: varlen("2.10")})
+    with pytest.raises(UnsupportedCallError, match=r"window=.*2\.11 has"):
+        varlen_on_cpu(spec(window=(3, None)))
+    install(**{NAME: varlen("2.11")})
+    with pytest.raises(UnsupportedCallError, match=r"page_size=256 .*2\.12 has"):
+        varlen_on_cpu(spec(page_size=256))
+
+
+def test_varlen_avoids_the_form_for_one_query_each(install, on_cpu) -> None:
+    module = varlen("2.13")
+    install(**{NAME: module})
+    run(varlen_on_cpu(spec()), make_call(spec(), [1, 1], [3, 5]))
+    assert module.calls[0][0] == 2
+
+
+def test_sdpa_keeps_the_contract_on_the_cpu() -> None:
+    report = run_conformance(TorchSdpaBackend)
+    failed = [f"{r.requirement}/{r.case}: {r.detail}" for r in report.rows if r.status == "failed"]
+    assert not failed, "\n".join(failed)
+    assert sum(r.status == "passed" for r in report.rows) > 200
+
+
+FLEX = ("lengths", "windows", "empty_rows", "poison")
+
+
+def test_flex_keeps_the_core_of_the_contract_on_the_cpu() -> None:
+    report = run_conformance(TorchFlexBackend, requirements=FLEX)
+    failed = [f"{r.requirement}/{r.case}: {r.detail}" for r in report.rows if r.status == "failed"]
+    assert not failed, "\n".join(failed)
+
+
+FEATURES = {
+    "window-softcap-alibi": dict(window=(3, None), softcap=2.0, has_alibi=True),
+    "right-window": dict(causal=False, window=(1, 2)),
+    "scale-zero": dict(sm_scale=0.0),
+    "dims": dict(head_dim=24, head_dim_v=40),
+    "fp8": dict(kv_dtype=torch.float8_e4m3fn),
+    "mask": dict(has_mask=True, window=(4, None)),
+    "group-3": dict(num_heads=3, num_kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("backend", [TorchFlexBackend, TorchSdpaBackend])
+def test_features_together_equal_the_reference(backend, feature, page_size) -> None:
+    q_lens, kv_lens, more = [5, 0, 2, 1], [3, 4, 9, 0], {}
+    if feature == "mask":
+        count = sum(q * kv for q, kv in zip(q_lens, kv_lens))
+        more["mask"] = torch.rand(count, generator=torch.Generator().manual_seed(3)) > 0.5
+        more["mask"][-9:] = False  # a row whose mask hides every key
+    if feature == "fp8":
+        more = {"k_scale": torch.tensor([0.5, 1.5]), "v_scale": 2.0}
+    fields = spec(dtype=torch.float32, page_size=page_size, **FEATURES[feature])
+    if backend.unsupported_reasons(fields, device=torch.device("cpu")):
+        with pytest.raises(UnsupportedCallError):
+            backend(fields, device="cpu")
+        return
+    call = make_call(fields, q_lens, kv_lens, **more)
+    assert_close(run(backend(fields, device="cpu"), call), reference(call))
+
+
+def test_lengths_that_only_the_device_knows_give_the_same() -> None:
+    for backend in (TorchFlexBackend, TorchSdpaBackend):
+        call = make_call(spec(page_size=4), [3, 0, 1], [9, 4, 0], host=False)
+        assert_close(run(backend(call.spec, device="cpu"), call), reference(call))
+
+
+def test_sdpa_says_what_a_kernel_cannot_do() -> None:
+    cuda = torch.device("cuda")
+    flash = TorchSdpaBackend.Options(kernel="flash")
+    reasons = TorchSdpaBackend.extra_reasons(spec(has_mask=True), None, cuda, flash)
+    assert {r.argument for r in reasons} == {"has_mask", "causal"}
+    efficient = TorchSdpaBackend.Options(kernel="efficient")
+    with pytest.raises(UnsupportedCallError, match="kernel=efficient"):
+        TorchSdpaBackend(spec(), device="cpu", options=efficient)
