@@ -23,7 +23,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**31 - 2**16  # kernels count rows in 32 bits, and round up
 FP8_CAPABILITY = (8, 9)  # first with float8_e4m3fn conversions
 
-#: Path taken where a call names none; None chooses by the predicate. Configuration sets it.
+#: Path of calls in this context that name none; None leaves it to the settings of the process.
 default_path: ContextVar[str | None] = ContextVar("attn_backends_merge_path", default=None)
 
 
@@ -63,6 +63,12 @@ class MergeFacts(NamedTuple):
     num_rows: int
     head_dim: int
     vector_fault: Reason | None
+
+
+def settled_path() -> str | None:
+    """Path of a call that names none: the context's, else the settings'; None means choose."""
+    path = default_path.get()
+    return current_merge_path() if path is None else path
 
 
 def vector_elements(dtype: torch.dtype) -> int:
@@ -198,6 +204,7 @@ __all__ = [
     "asked_path",
     "choose",
     "default_path",
+    "settled_path",
     "vector_elements",
     "vector_fault",
 ]

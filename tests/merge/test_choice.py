@@ -143,6 +143,20 @@ def test_a_default_path_is_followed_and_never_hidden_by_a_cache():
     merge_state(o, lse, o, lse)
 
 
+def test_the_environment_settles_a_path_between_two_calls(monkeypatch):
+    o, lse = torch.ones(2, 2, 16), torch.zeros(2, 2)
+    merge_state(o, lse, o, lse)
+    monkeypatch.setenv("ATTN_BACKENDS_MERGE", "cuda")
+    for call in (lambda: merge_state(o, lse, o, lse), lambda: merge_states([(o, lse)] * 3)):
+        with pytest.raises(UnsupportedCallError, match="device=cpu"):
+            call()
+    with pytest.raises(UnsupportedCallError, match="device=cpu"):
+        choose_merge_path(o, o)
+    merge_state(o, lse, o, lse, path="torch")
+    monkeypatch.setenv("ATTN_BACKENDS_MERGE", "auto")
+    merge_state(o, lse, o, lse)
+
+
 def test_plans_do_not_pile_up(monkeypatch):
     from attn_backends.merge import many, pair
 

@@ -1,0 +1,348 @@
+"""Benchmark the merge: every path, other libraries' kernels, and the copy bandwidth beside them.
+
+    python -m attn_backends.bench.merge --json out.json          pairs, n states, host time
+    python -m attn_backends.bench.merge pairs --tokens 1,256 --heads 128
+    python -m attn_backends.bench.merge sweep                    launch shapes of our kernels
+
+Cold L2 by rotating inputs, one graph replay, variants interleaved in one process, random data,
+medians. A variant is timed only after its answer was checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..merge import cuda_merge, merge_state, merge_states, triton_merge
+from . import report
+from .graph_timer import Times, Variant, capture, copies_for, measure
+from .merge_peers import PEERS, Call, PairInputs, flashinfer_states
+
+MODULE = "attn_backends.bench.merge"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TOKENS = (1, 4, 16, 64, 256, 512, 613, 1024, 1536, 2048, 4096, 8192, 16384, 65536)
+MAX_COPIES = 2048  # more launches than this make a graph slow to capture
+PATHS = ("cuda", "triton", "torch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point: what is merged, and how it lies in memory."""
+
+    tokens: int
+    num_heads: int = 32
+    head_dim: int = 128
+    dtype: str = "bf16"
+    states: int = 2
+    lse_layout: str = "token"  # or "head": views of [H, T]
+    empty: float = 0.0  # share of rows whose first state is empty
+
+    @property
+    def rows(self) -> int:
+        """Rows (token, head)."""
+        return self.tokens * self.num_heads
+
+    @property
+    def bytes(self) -> int:
+        """Least traffic: every state read once, the result written once."""
+        row = self.head_dim * DTYPES[self.dtype].itemsize
+        states = self.states - self.empty
+        return int(self.rows * (states * row + self.states * 4 + row + 4))
+
+    @property
+    def copies(self) -> int:
+        """Copies of the inputs that one replay rotates through."""
+        return min(copies_for(self.bytes), MAX_COPIES)
+
+    @property
+    def label(self) -> str:
+        """Short name for tables."""
+        more = f" n={self.states}" if self.states != 2 else ""
+        more += " lse[H,T]" if self.lse_layout == "head" else ""
+        more += f" empty={self.empty}" if self.empty else ""
+        return f"T={self.tokens} H={self.num_heads} D={self.head_dim} {self.dtype}{more}"
+
+
+def make_states(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random states: ``o [n, copies, T, H, D]``, ``lse [n, copies, T, H]``."""
+    shape = (case.states, case.copies, case.tokens, case.num_heads)
+    o = torch.empty(*shape, case.head_dim, dtype=DTYPES[case.dtype], device="cuda").normal_()
+    if case.lse_layout == "head":
+        lse = torch.empty(*shape[:2], *shape[:1:-1], device="cuda").normal_().mT
+    else:
+        lse = torch.empty(shape, device="cuda").normal_()
+    if case.empty:
+        lse[0].masked_fill_(torch.rand(shape[1:], device="cuda") < case.empty, -float("inf"))
+    return o, lse
+
+
+def oracle(states: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The merged output in float64."""
+    lses = torch.stack([lse.double() for _, lse in states])
+    weights = torch.exp(lses - torch.logsumexp(lses, 0))
+    return sum(w[..., None] * o.double() for w, (o, _) in zip(weights, states))  # type: ignore
+
+
+def check(call: Call, want: torch.Tensor, dtype: torch.dtype) -> tuple[float, bool]:
+    """Largest error of ``call(0)``, and whether it is right: a rounding or two of the dtype."""
+    got = call(0)[0].double()
+    unit = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+    error = (got - want).abs()
+    right = bool((error <= unit * want.abs() + unit * 1e-2).all())
+    return float(error.max()), right
+
+
+def run(
+    case: Case,
+    makers: dict[str, Callable[[], Call]],
+    want: torch.Tensor,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Check, capture and time variants; rows of the results file."""
+    dtype = DTYPES[case.dtype]
+    variants, checked = [], {}
+    for name, make in makers.items():
+        try:
+            call = make()
+            checked[name] = check(call, want, dtype) if name != "copy" else (0.0, True)
+            variant = Variant(name, call)
+            capture(variant, case.copies)
+            variants.append(variant)
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    times = measure(variants, rounds)
+    rows = [_row(case, name, "graph_cold", t, *checked[name]) for name, t in times.items()]
+    _show(case, rows)
+    return rows
+
+
+def _row(
+    case: Case, name: str, mode: str, t: Times, error: float, right: bool, **more: Any
+) -> dict[str, Any]:
+    gbps = case.bytes / t.median_us / 1e3
+    return {
+        "bench": "merge", "case": {**asdict(case), "copies": case.copies}, "backend": name,
+        "mode": mode, "median_us": round(t.median_us, 3), "p20_us": round(t.p20_us, 3),
+        "p80_us": round(t.p80_us, 3), "gbps": round(gbps), "max_err": error, "right": right,
+        **more,
+    }  # fmt: skip
+
+
+def _show(case: Case, rows: list[dict[str, Any]]) -> None:
+    own = [r["median_us"] for r in rows if r["backend"].split("[")[0] in ("cuda", "triton")]
+    best = min(own, default=float("nan"))
+    for r in rows:
+        state = "" if r["right"] else "  WRONG"
+        print(
+            f"{case.label:44s}{r['mode']:11s}{r['backend']:34s}{r['median_us']:10.2f} us"
+            f"{r['gbps']:7d} GB/s{r['median_us'] / best:7.3f}x of our best{state}",
+            flush=True,
+        )
+
+
+def pair_makers(case: Case, peers: bool) -> tuple[dict[str, Callable[[], Call]], torch.Tensor]:
+    """All ways to merge two states, and the right answer for copy 0."""
+    o, lse = make_states(case)
+    out = torch.empty_like(o[0]), torch.empty_like(lse[0])
+    x = PairInputs(o[0], lse[0], o[1], lse[1], *out)
+
+    def ours(path: str) -> Call:
+        def call(i: int) -> Any:
+            target = (x.o[i], x.lse[i])
+            return merge_state(x.o_a[i], x.lse_a[i], x.o_b[i], x.lse_b[i], out=target, path=path)
+
+        return call
+
+    def copy() -> Call:
+        half = case.bytes // 2  # as many bytes read and written as the merge moves in all
+        source = torch.empty(case.copies, half, dtype=torch.uint8, device="cuda").random_()
+        target = torch.empty_like(source)
+        return lambda i: target[i].copy_(source[i])
+
+    makers: dict[str, Callable[[], Call]] = {p: lambda p=p: ours(p) for p in PATHS}  # type: ignore
+    makers["copy"] = copy
+    if peers:
+        makers |= {name: lambda make=make: make(x) for name, make in PEERS.items()}  # type: ignore
+    return makers, oracle([(x.o_a[0], x.lse_a[0]), (x.o_b[0], x.lse_b[0])])
+
+
+def many_makers(case: Case, peers: bool) -> tuple[dict[str, Callable[[], Call]], torch.Tensor]:
+    """All ways to merge n states, pairwise merging among them."""
+    o, lse = make_states(case)
+    o, lse = o.transpose(0, 1).contiguous(), lse.transpose(0, 1).contiguous()
+    out = torch.empty_like(o[:, 0]), torch.empty_like(lse[:, 0])
+
+    def ours(path: str) -> Call:
+        return lambda i: merge_states((o[i], lse[i]), out=(out[0][i], out[1][i]), path=path)
+
+    def pairwise() -> Call:
+        def call(i: int) -> Any:
+            target = (out[0][i], out[1][i])
+            merge_state(o[i, 0], lse[i, 0], o[i, 1], lse[i, 1], out=target)
+            for j in range(2, case.states):
+                merge_state(*target, o[i, j], lse[i, j], out=target)
+            return target
+
+        return call
+
+    makers: dict[str, Callable[[], Call]] = {p: lambda p=p: ours(p) for p in PATHS}  # type: ignore
+    makers["pairwise"] = pairwise
+    if peers:
+        makers["flashinfer"] = lambda: flashinfer_states(o, lse)
+    return makers, oracle(list(zip(o[0], lse[0])))
+
+
+def sweep_makers(case: Case) -> tuple[dict[str, Callable[[], Call]], torch.Tensor]:
+    """Our kernels over launch shapes; ``spec`` loads both sides before the weights are known."""
+    o, lse = make_states(case)
+    out_o, out_lse = torch.empty_like(o[0]), torch.empty_like(lse[0])
+    six = (o[0, 0], lse[0, 0], o[1, 0], lse[1, 0], out_o[0], out_lse[0])
+    dtype = DTYPES[case.dtype]
+
+    def through(run: Callable[..., None]) -> Call:
+        def call(i: int) -> Any:
+            tensors = (o[0, i], lse[0, i], o[1, i], lse[1, i], out_o[i], out_lse[i])
+            run(*(x.data_ptr() for x in tensors), -1, None, False)
+            return out_o[i], out_lse[i]
+
+        return call
+
+    def cuda(threads: int, unroll: int, spec: bool) -> Call:
+        shape = cuda_merge.Tuning(threads, unroll, unroll, 1 << 62 if spec else -1)
+        return through(cuda_merge.prepare_pair(*six, dtype, shape))
+
+    def triton(warps: int, vectors: int, spec: bool) -> Call:
+        shape = triton_merge.Tuning(warps, vectors, 1 << 62 if spec else -1)
+        return through(triton_merge.prepare_pair(*six, dtype, True, shape))
+
+    makers: dict[str, Callable[[], Call]] = {}
+    for spec in (True, False):
+        word = "spec" if spec else "skip"
+        for threads in (128, 256, 512):
+            for unroll in (1, 2, 4):
+                name = f"cuda[{threads} threads x{unroll} {word}]"
+                makers[name] = lambda a=(threads, unroll, spec): cuda(*a)  # type: ignore
+        for warps in (2, 4, 8):
+            for vectors in (1, 2, 4):
+                name = f"triton[{warps} warps x{vectors} {word}]"
+                makers[name] = lambda a=(warps, vectors, spec): triton(*a)  # type: ignore
+    makers["flashinfer"] = lambda: PEERS["flashinfer"](
+        PairInputs(o[0], lse[0], o[1], lse[1], out_o, out_lse)
+    )
+    return makers, oracle([(o[0, 0], lse[0, 0]), (o[1, 0], lse[1, 0])])
+
+
+def host_rows(case: Case, peers: bool, samples: int = 60, calls: int = 50) -> list[dict[str, Any]]:
+    """Eager time per call: ``host`` without waiting for the GPU, ``eager`` with it."""
+    makers, want = pair_makers(case, peers)
+    o, lse = make_states(case)
+    makers.pop("copy")
+    for path in PATHS[:2]:
+        states = (o[0, 0], lse[0, 0], o[1, 0], lse[1, 0])
+        makers[f"{path}-allocating"] = lambda p=path, s=states: (  # type: ignore
+            lambda i: merge_state(*s, path=p)
+        )
+    ready = {}
+    for name, make in makers.items():
+        try:
+            call = make()
+            call(0)
+            ready[name] = call
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+    found: dict[tuple[str, str], list[float]] = {}
+    for _ in range(samples):
+        for name, call in ready.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call(0)
+            queued = time.perf_counter()
+            torch.cuda.synchronize()
+            done = time.perf_counter()
+            found.setdefault((name, "host"), []).append((queued - start) / calls * 1e6)
+            found.setdefault((name, "eager"), []).append((done - start) / calls * 1e6)
+    rows = []
+    for (name, mode), times in found.items():
+        times.sort()
+        n = len(times)
+        t = Times(times[n // 2], times[n // 5], times[4 * n // 5])
+        rows.append(_row(case, name, mode, t, *_checked(name, ready[name], want, case)))
+    _show(case, rows)
+    return rows
+
+
+def _checked(name: str, call: Call, want: torch.Tensor, case: Case) -> tuple[float, bool]:
+    if name.endswith("-allocating"):  # merges other random states
+        return 0.0, True
+    return check(call, want, DTYPES[case.dtype])
+
+
+def standard_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
+    """The points of each part of the benchmark."""
+    tokens = [int(t) for t in args.tokens.split(",")] if args.tokens else list(TOKENS)
+    base = {"num_heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype}
+    pairs = [Case(t, **base) for t in tokens]
+    if not args.tokens:
+        pairs += [Case(t, 32, 128, "bf16", lse_layout="head") for t in (256, 1024, 8192)]
+        pairs += [Case(8192, 32, 128, "bf16", empty=e) for e in (0.5, 1.0)]
+        pairs += [Case(t, 128, 128, "bf16") for t in (256, 4096)]
+        pairs += [Case(4096, 32, d, "bf16") for d in (64, 80, 192, 256, 512, 576)]
+        pairs += [Case(4096, 32, 128, d) for d in ("fp16", "fp32")]
+    many = [Case(t, 32, 128, "bf16", states=8) for t in (64, 1024, 8192)]
+    many += [Case(t, 32, 128, "fp32", states=n) for t, n in ((1, 64), (64, 16), (1024, 4))]
+    swept = [int(t) for t in args.tokens.split(",")] if args.tokens else [1, 64, 256, 1024, 2048]
+    if not args.tokens:
+        swept += [4096, 8192, 65536]
+    sweep = [Case(t, **base) for t in swept]
+    return {"pairs": pairs, "many": many, "host": [Case(64), Case(1)], "sweep": sweep}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    parser.add_argument("what", nargs="*", help="of: pairs many host sweep (default: the first 3)")
+    parser.add_argument("--json", help="results file to write")
+    parser.add_argument("--tokens", help="token counts, as 1,64,256")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--rounds", type=int, default=24)
+    args = parser.parse_args(argv)
+    points = standard_cases(args)
+    what = args.what or ["pairs", "many", "host"]
+    if unknown := set(what) - set(points):
+        parser.error(f"unknown part {', '.join(sorted(unknown))} (of: {', '.join(points)})")
+    rows: list[dict[str, Any]] = []
+    peers = not args.no_peers
+    for part in what:
+        for case in points[part]:
+            try:
+                if part == "host":
+                    rows += host_rows(case, peers)
+                else:
+                    if part == "sweep":
+                        makers, want = sweep_makers(case)
+                    else:
+                        makers, want = (pair_makers if part == "pairs" else many_makers)(
+                            case, peers
+                        )
+                    rows += run(case, makers, want, args.rounds)
+                    del makers, want
+            except Exception as error:
+                print(f"{case.label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            report.save(args.json, MODULE, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
