@@ -1,0 +1,190 @@
+"""Compile the Hopper prefill without a GPU, and read from the machine code whether it is sound.
+
+``python -m attn_backends.triton_native.hopper_offline d128 d256-p16`` prints one line of JSON per
+configuration. What is read: registers and spills (local memory), and how many exponentials stand
+between the wait for the scores and the wait for the output. If ptxas moved that second wait up,
+the count is 0, the results are the same, and a third of the speed is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import hopper_compat
+from .hopper_prefill import Variant, compile_arguments, key_box, query_box
+
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ALIGNED = ("o_ptr", "lse_ptr", "work_ptr", "table_ptr", "stride_ot", "stride_oh", "stride_lt")
+
+
+@dataclass(frozen=True)
+class OfflineCase:
+    """What to compile."""
+
+    head_dim: int = 128
+    variant: Variant = field(default_factory=Variant)
+    dtype: torch.dtype = torch.bfloat16
+    page_size: int | None = None
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class OfflineReport:
+    """What the machine code shows.
+
+    Attributes:
+        registers: Per thread at launch; warps trade them afterwards.
+        shared: Bytes of shared memory per program.
+        local: Instructions that touch local memory, that is spills.
+        hot_local: Those of them inside the loop over keys; None without a disassembler.
+        overlap: Per consumer, exponentials between the two waits of the loop; None likewise.
+        serialized: Whether ptxas warned that it serialized the tensor cores.
+    """
+
+    registers: int
+    shared: int
+    local: int | None
+    hot_local: int | None
+    overlap: tuple[int, ...] | None
+    serialized: bool
+
+
+CASES = {
+    "d64": OfflineCase(64, Variant(stages=3)),
+    "d128": OfflineCase(),
+    "d256": OfflineCase(256, Variant(block_n=64)),
+    "d128-full": OfflineCase(causal=False),
+    "d128-p16": OfflineCase(page_size=16),
+    "d128-p16-pack4": OfflineCase(variant=Variant(pack=4), page_size=16),
+    "d256-p16": OfflineCase(256, Variant(block_n=64), page_size=16),
+    "d128-window-cap": OfflineCase(window=(1023, 0), softcap=30.0),
+    "d128-single": OfflineCase(variant=Variant(consumers=1, block_n=64)),
+    "d64-single": OfflineCase(64, Variant(consumers=1)),
+}
+
+
+def compile_case(case: OfflineCase) -> Any:
+    """The ``CompiledKernel`` for sm_90a, specialised as an ordinary launch would be."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from .hopper_kernel import _hopper_prefill_kernel as kernel
+
+    gl, name = hopper_compat.gl, _TYPES[case.dtype]
+    element = gl.bfloat16 if case.dtype == torch.bfloat16 else gl.float16
+
+    def descriptor(box: tuple[int, ...]) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for(list(box), element)
+        return f"tensordesc<{name}[{', '.join(map(str, box))}],{layout!r}>"
+
+    constants = compile_arguments(
+        case.variant, case.head_dim, case.page_size, case.causal, case.window, case.softcap
+    )
+    signature: dict[str, str] = {}
+    for argument in kernel.arg_names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument == "q_desc":
+            signature[argument] = descriptor(query_box(case.variant, case.head_dim))
+        elif argument in ("k_desc", "v_desc"):
+            signature[argument] = descriptor(key_box(case.variant, case.head_dim, case.page_size))
+        elif argument.endswith("_ptr"):
+            kinds = {"o_ptr": name, "lse_ptr": "fp32"}
+            signature[argument] = "*" + kinds.get(argument, "i32")
+        elif argument.startswith("stride_"):
+            signature[argument] = "i64"
+        else:
+            floats = ("scale", "lse_scale", "softcap_in", "softcap_out")
+            signature[argument] = "fp32" if argument in floats else "i32"
+    places = {argument: i for i, argument in enumerate(signature)}
+    source = hopper_compat.GluonASTSource(
+        kernel,
+        signature,
+        {(places[k],): v for k, v in constants.items()},
+        {(places[k],): [["tt.divisibility", 16]] for k in _ALIGNED},
+    )
+    options = {"num_warps": 4, "maxnreg": case.variant.max_registers}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _tool(name: str) -> Path | None:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return path if path.exists() else None
+
+
+def inspect(compiled: Any) -> OfflineReport:
+    """Read registers, spills and overlap of a compiled kernel."""
+    disassembler = _tool("cuobjdump")
+    registers, serialized, local, hot, overlap = 0, False, None, None, None
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, source = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
+        cubin.write_bytes(compiled.asm["cubin"])
+        source.write_text(compiled.asm["ptx"])
+        for ptxas in filter(None, (_tool("ptxas"), _tool("ptxas-blackwell"))):
+            log = subprocess.run(
+                [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder, "again.cubin")],
+                capture_output=True, text=True,
+            )  # fmt: skip
+            if log.returncode == 0:  # the older of the two may not know the PTX version
+                text = log.stdout + log.stderr
+                used = re.search(r"Used (\d+) registers", text)
+                registers = int(used[1]) if used else 0
+                serialized = re.search(r"C75\d\d|serializ", text) is not None
+                break
+        if disassembler is not None:
+            sass = subprocess.run(
+                [disassembler, "-sass", cubin], capture_output=True, text=True, check=True
+            ).stdout
+            local, hot, overlap = read_sass(sass)
+    return OfflineReport(registers, compiled.metadata.shared, local, hot, overlap, serialized)
+
+
+def read_sass(sass: str) -> tuple[int, int, tuple[int, ...]]:
+    """Local memory instructions, those in the loops, and exponentials between the loops' waits."""
+    local = hot = exponentials = inside = 0
+    overlap: list[int] = []
+    waiting = False
+    for line in sass.splitlines():
+        found = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line)
+        if not found:
+            continue
+        name = found[1]
+        if name.startswith("WARPGROUP.DEPBAR"):
+            if waiting:
+                overlap.append(exponentials)
+                hot += inside
+            # A wait that leaves one product running is the loop's wait for the scores.
+            waiting = "0x1" in found[2]
+            exponentials = inside = 0
+        exponentials += name.startswith("MUFU.EX2")
+        spill = name.startswith(("LDL", "STL"))
+        local += spill
+        inside += spill
+    return local, hot, tuple(overlap)
+
+
+def main(names: list[str]) -> int:
+    """Compile and print the named configurations, or all."""
+    for name in names or list(CASES):
+        report = inspect(compile_case(CASES[name]))
+        print(json.dumps({"name": name, **asdict(report)}), flush=True)
+    return 0
+
+
+__all__ = ["CASES", "OfflineCase", "OfflineReport", "compile_case", "inspect", "read_sass"]
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
