@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -144,14 +145,13 @@ def _full() -> list[Case]:
         found.append(case(f"dim-{dim}-decode", *DECODE, head_dim=dim, keys="paged"))
         found.append(case(f"dim-{dim}-extend", *EXTEND, head_dim=dim, keys="ragged"))
     for dim, dv in DIM_PAIRS:
-        for heads in ((16, 16), (16, 1)):
-            pair = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dim}
-            pair["head_dim_v"] = dv
-            tag = f"dims-{dim}-{dv}-HK{heads[1]}"
+        for kv_heads in (16, 1):
+            pair = {"num_heads": 16, "num_kv_heads": kv_heads, "head_dim": dim, "head_dim_v": dv}
+            tag = f"dims-{dim}-{dv}-HK{kv_heads}"
             found.append(case(f"{tag}-extend", (3, 1), (33, 9), keys="ragged", **pair))
             found.append(case(f"{tag}-decode", (1, 1), (33, 9), keys="paged", **pair))
     for heads in (1, 16, 64, 128):
-        mla = MLA | {"num_heads": heads}
+        mla: dict[str, Any] = MLA | {"num_heads": heads}
         found.append(case(f"mla-H{heads}", (1, 1), (700, 33), v_from_k=True, keys="paged", **mla))
         found.append(case(f"mla-H{heads}-mtp", (3, 2), (40, 9), v_from_k=True, keys="paged", **mla))
     found.append(case("mla-extend", (40, 3), (200, 33), v_from_k=True, keys="paged", **MLA))
@@ -169,7 +169,7 @@ def _random_mix(count: int, *, seed: int, name: str) -> list[Case]:
     found = []
     for n in range(count):
         causal = rng.random() < 0.6
-        change: dict = {"causal": causal}
+        change: dict[str, Any] = {"causal": causal}
         if rng.random() < 0.4:
             windows = [w for c, w in WINDOWS if c == causal]
             change["window"] = rng.choice(windows)

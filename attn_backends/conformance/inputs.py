@@ -162,7 +162,9 @@ def garbage(shape: Seq[int], dtype: torch.dtype, device: torch.device) -> torch.
     return torch.full(tuple(shape), GARBAGE).to(dtype).to(device)
 
 
-def normal(shape: Seq[int], dtype: torch.dtype, rng: torch.Generator, amplitude: float = 1.0):
+def normal(
+    shape: Seq[int], dtype: torch.dtype, rng: torch.Generator, amplitude: float = 1.0
+) -> torch.Tensor:
     """Normal numbers, rounded to ``dtype``."""
     return (torch.randn(tuple(shape), generator=rng) * amplitude).to(dtype)
 

@@ -48,7 +48,10 @@ def probe_answers(
     step = 2 * unit_roundoff(spec.out_dtype) * mean
     o_tol = step + single * top
     lse_tol = single * torch.where(torch.isinf(log), 0.0, log).clamp_min(1.0)
-    wide = lambda x: x[:, None].expand(-1, heads).to(device)  # noqa: E731
+
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        return x[:, None].expand(-1, heads).to(device)
+
     return Expected(o.to(device), wide(log), wide(o_tol), wide(lse_tol), wide(step))
 
 

@@ -20,7 +20,7 @@ from ..packages import installed_version
 from ..version import __version__
 
 #: The suite's own version. A newer suite may fail a backend that an older one passed.
-SUITE_VERSION = "2025.12"
+SUITE_VERSION = "2026.11"
 STATUSES = ("passed", "refused", "failed", "xfailed")
 PACKAGES = ("flash-attn", "flash-attn-4", "flashinfer-python", "vllm", "sglang", "numpy")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ...batch import Batch
 from ...output import AttentionOutput
 from ..cases import LAYOUTS, Case, case
 from ..grid import FP8
@@ -184,9 +185,7 @@ def check_page_order(target: Target, case: Case) -> None:
     moved[real] = order[table[real].long()].to(moved.dtype)
     k, v = torch.empty_like(first.k), torch.empty_like(first.v)
     k[order.to(k.device)], v[order.to(v.device)] = first.k, first.v
-    batch = type(first.batch).from_lengths(
-        case.q_lens, case.kv_lens, page_table=moved, device=target.device
-    )
+    batch = Batch.from_lengths(case.q_lens, case.kv_lens, page_table=moved, device=target.device)
     got = target.call(replace(first, k=k, v=v, batch=batch), backend=backend)
     require_same_bits("pages in another order", got, want)
 
@@ -195,9 +194,11 @@ def check_page_order(target: Target, case: Case) -> None:
     shared = table.clone()
     shared[1] = shared[0]
     lens = (case.kv_lens[0], case.kv_lens[0] - case.kv_lens[0] % size or 1)
-    make = type(first.batch).from_lengths
-    kwargs = {"device": target.device}
-    both = make(case.q_lens, lens, page_table=shared, **kwargs)
+
+    def make(page_table: torch.Tensor) -> Batch:
+        return Batch.from_lengths(case.q_lens, lens, page_table=page_table, device=target.device)
+
+    both = make(shared)
     got = target.call(replace(first, batch=both), backend=backend)
     count = -(-lens[1] // size)
     own = table.clone()
@@ -205,14 +206,13 @@ def check_page_order(target: Target, case: Case) -> None:
     if len(spare) < count:
         extra = count - len(spare)
         spare += range(num_pages, num_pages + extra)
-        grow = lambda x: torch.cat([x, x[:extra].clone()])  # noqa: E731
-        k, v = grow(first.k), grow(first.v)
+        k, v = (torch.cat([x, x[:extra].clone()]) for x in (first.k, first.v))
     else:
         k, v = first.k.clone(), first.v.clone()
     for n in range(count):
         own[1, n] = spare[n]
         k[spare[n]], v[spare[n]] = first.k[int(table[0, n])], first.v[int(table[0, n])]
-    copied = make(case.q_lens, lens, page_table=own, **kwargs)
+    copied = make(own)
     want = target.call(replace(first, k=k, v=v, batch=copied), backend=backend)
     require_same_bits("pages shared by two sequences", got, want)
 
@@ -313,8 +313,8 @@ def _far_cases(level: str) -> list[Case]:
             keys = {"keys": "ragged", "pages": "paged"}.get(what, "any")
             tags = {"far": what}
             found.append(case(f"{what}-{name}", q_lens, (20, 5, 9), keys=keys, tags=tags))
-    tags = {"far": "pages", "inside": True}
-    found.append(case("inside-a-page", (1, 1, 1), (20, 5, 9), keys="paged", tags=tags))
+    inside = {"far": "pages", "inside": True}
+    found.append(case("inside-a-page", (1, 1, 1), (20, 5, 9), keys="paged", tags=inside))
     return found
 
 
@@ -349,7 +349,7 @@ def _with_last_page(inputs: Inputs, case: Case) -> Inputs:
     swapped = torch.where(table == first, last, torch.where(table == last, first, table))
     order = torch.arange(last + 1, device=inputs.k.device)
     order[first], order[last] = last, first
-    batch = type(inputs.batch).from_lengths(
+    batch = Batch.from_lengths(
         case.q_lens, case.kv_lens, page_table=swapped, device=inputs.k.device
     )
     return replace(inputs, k=inputs.k[order], v=inputs.v[order], batch=batch)
@@ -364,7 +364,7 @@ def _stretch(tensors: list[torch.Tensor], inside: bool) -> list[torch.Tensor]:
     start = last // 64 * 64 - step * (rows - 1)
     like = tensors[0]
     size = (start + step * (rows - 1) + sum(widths)) * like.dtype.itemsize
-    storage = torch.UntypedStorage(size, device=like.device)
+    storage = torch.UntypedStorage(size, device=like.device)  # type: ignore[no-untyped-call]
     flat = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage)
     far = []
     for x, width in zip(tensors, widths):

@@ -203,14 +203,15 @@ def check_page_sizes(target: Target, case: Case) -> None:
 def _page_counts(target: Target, case: Case) -> None:
     spec = case.spec(target.base)
     inputs = target.inputs(case)
-    assert inputs.v is not None and inputs.batch.host_page_table is not None
+    size, table = spec.page_size, inputs.batch.host_page_table
+    assert inputs.v is not None and table is not None and size is not None
     mean = []
     for b, n in enumerate(case.kv_lens):
         position = torch.arange(n, device=target.device)
         value = (position % 64).float()
         mean.append(float(value.mean()) if n else 0.0)
-        pages = inputs.batch.host_page_table[b].to(target.device).long()[position // spec.page_size]
-        inputs.v[pages, position % spec.page_size] = (
+        pages = table[b].to(target.device).long()[position // size]
+        inputs.v[pages, position % size] = (
             value[:, None, None].expand(n, *inputs.v.shape[2:]).to(inputs.v.dtype)
         )
     want = probe_answers(spec, case.q_lens, case.kv_lens, target.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...batch import Batch
 from ...errors import InvalidInputError
 from ...spec import AttentionSpec
 from ..cases import DTYPES, Case, case
@@ -82,7 +83,8 @@ def _without(option: str, inputs: Inputs) -> tuple[AttentionSpec, list[Sequence]
     if option == "causal":
         spec = replace(spec, causal=False)
     elif option in ("window", "softcap", "sm_scale"):
-        spec = replace(spec, **{option: None})
+        off: dict[str, Any] = {option: None}
+        spec = replace(spec, **off)
     elif option == "mask":
         sequences = [replace(seq, mask=None) for seq in sequences]
     else:
@@ -183,9 +185,9 @@ def _page_table(inputs: Inputs, value: int) -> Inputs:
     assert table is not None
     table = table.clone()
     table[1, 0] = value
-    batch = type(inputs.batch).from_lengths(
-        inputs.batch.q_lens, inputs.batch.kv_lens, page_table=table, device=inputs.q.device
-    )
+    q_lens, kv_lens = inputs.batch.q_lens, inputs.batch.kv_lens
+    assert q_lens is not None and kv_lens is not None
+    batch = Batch.from_lengths(q_lens, kv_lens, page_table=table, device=inputs.q.device)
     return replace(inputs, batch=batch)
 
 
@@ -193,7 +195,7 @@ def _longer_than_table(target: Target, inputs: Inputs, backend: Any) -> None:
     table, size = inputs.batch.host_page_table, inputs.spec.page_size
     assert table is not None and size is not None
     lens = [9, table.shape[1] * size + 1]
-    batch = type(inputs.batch).from_lengths([2, 1], lens, page_table=table, device=inputs.q.device)
+    batch = Batch.from_lengths([2, 1], lens, page_table=table, device=inputs.q.device)
     backend.plan(batch)
 
 
