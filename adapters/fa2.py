@@ -165,7 +165,7 @@ class FlashAttention2(FlashBuild):
         room = page_width(batch, page_size)
         window, needed = safe_bounds(spec, 1, room)
         table = wide_enough(batch.page_table, page_size, needed)
-        module = self.probe().module
+        module = self.module
 
         def call(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
@@ -189,7 +189,7 @@ class FlashAttention2(FlashBuild):
         return call
 
     def _varlen(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-        function = self.probe().module.flash_attn_varlen_func
+        function = self.module.flash_attn_varlen_func
         return function(q=q, k=k, v=v, return_attn_probs=True, **arguments)[:2]
 
     def _varlen_paged(self, q: Any, k: Any, v: Any, *, batch: Batch, **arguments: Any) -> Any:
@@ -231,7 +231,7 @@ class VllmFlashAttention2(FlashAttention2):
         return self._ragged(work, spec) if dense else self._paged(work, spec)
 
     def _varlen(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
-        function = self.probe().module.flash_attn_varlen_func
+        function = self.module.flash_attn_varlen_func
         return function(q=q, k=k, v=v, return_softmax_lse=True, fa_version=2, **arguments)[:2]
 
     def _varlen_paged(self, q: Any, k: Any, v: Any, *, batch: Batch, **arguments: Any) -> Any:

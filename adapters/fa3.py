@@ -74,18 +74,20 @@ class FlashAttention3(FlashBuild):
 
     def probe(self) -> Probe:
         """Upstream's module, under either of its two names."""
-        wanted = dict(attribute="flash_attn_with_kvcache", distribution="tokenspeed-fa3")
-        first = probe("flash_attn_interface", **wanted)
-        if first.ok or first.installed:
+        attribute = "flash_attn_with_kvcache"
+        first = probe("flash_attn_interface", attribute=attribute, distribution="tokenspeed-fa3")
+        if first.installed:
             return first
-        wanted["distribution"] = "flash-attn-3"
-        second = probe("flash_attn_3.flash_attn_interface", **wanted)
-        return second if second.ok or second.installed else first
+        second = probe(
+            "flash_attn_3.flash_attn_interface", attribute=attribute, distribution="flash-attn-3"
+        )
+        return second if second.installed else first
 
     def flags(self) -> Mapping[str, bool]:
         """What the build left out, by the names that FlashAttention 3 uses; empty if unknown."""
         config = probe("flash_attn_config").module
-        return getattr(config, "CONFIG", {}).get("build_flags", {})
+        flags: Mapping[str, bool] = getattr(config, "CONFIG", {}).get("build_flags", {})
+        return flags
 
     def compiled(self, feature: str) -> bool:
         """Whether the build has a feature, for example ``SOFTCAP`` or ``HDIM96``."""
@@ -119,7 +121,7 @@ class FlashAttention3(FlashBuild):
     def extra_reasons(self, spec: AttentionSpec, options: Any) -> list[Reason]:
         """What this build left out, and combinations that no build has."""
         fp8 = spec.dtype in FP8_DTYPES
-        reasons = []
+        reasons: list[Reason] = []
         if spec.softcap is not None and not self.compiled("SOFTCAP"):
             reasons.append(Reason("softcap", str(spec.softcap), "None in this build"))
         if spec.window is not None and not self.compiled("LOCAL"):
@@ -179,7 +181,7 @@ class FlashAttention3(FlashBuild):
         max_q = max(batch.max_seqlen_q, _FIXED_MAX_Q if spec.batch_invariant else 1)
         splits = 1 if spec.batch_invariant else options.num_splits
         left, right = spec.bounds
-        common = dict(
+        common: dict[str, Any] = dict(
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=max_q,
             softmax_scale=kernel_scale(spec),
@@ -220,12 +222,12 @@ class FlashAttention3(FlashBuild):
         return {"cache_leftpad": torch.zeros_like(work.batch.seqlens_k)}
 
     def _ragged(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
-        function = self.probe().module.flash_attn_varlen_func
+        function = self.module.flash_attn_varlen_func
         result = function(q=q, k=k, v=v, return_attn_probs=True, **arguments)
         return result[0], result[1]
 
     def _paged(self, q: Any, k: Any, v: Any, work: Arrangement, arguments: dict[str, Any]) -> Any:
-        result = self.probe().module.flash_attn_with_kvcache(
+        result = self.module.flash_attn_with_kvcache(
             q=q,
             k_cache=k,
             v_cache=v,
@@ -272,7 +274,7 @@ class VllmFlashAttention3(FlashAttention3):
     def _call(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
         if "qv" in arguments:
             arguments["q_v"] = arguments.pop("qv")
-        function = self.probe().module.flash_attn_varlen_func
+        function = self.module.flash_attn_varlen_func
         result = function(q=q, k=k, v=v, return_softmax_lse=True, fa_version=3, **arguments)
         return result[0], result[1]
 

@@ -73,7 +73,7 @@ class FlashAttention4(FlashBuild):
             return_lse=True,
         )
         paged = not self.takes_dense_keys(spec, options)
-        function = self.probe().module.flash_attn_varlen_func
+        function = self.module.flash_attn_varlen_func
         dense = DenseKeysOfPlan(work, spec)
 
         def call(

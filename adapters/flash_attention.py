@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..backend import BackendOptions, RunExtras
 from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
@@ -15,6 +15,7 @@ from ..errors import Reason
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
+from .adapter import AdapterBackend
 from .arrange import empty_rows, no_keys, restore, take_rows
 from .fa2 import FlashAttention2, VllmFlashAttention2
 from .fa3 import FlashAttention3, VllmFlashAttention3
@@ -65,7 +66,7 @@ class FlashAttentionPlan(Plan):
             self.work.empty.copy_(empty_rows(self.batch, self.spec))
 
 
-class FlashAttentionBackend(AttentionBackend):
+class FlashAttentionBackend(AdapterBackend):
     """FlashAttention 2, 3 or 4, as separate packages or inside vLLM.
 
     The build is chosen when the backend is bound to a spec and a device: ``backend.build.label``
@@ -99,22 +100,17 @@ class FlashAttentionBackend(AttentionBackend):
             self.build_for(torch.device(device))
 
     def build_for(self, device: torch.device) -> FlashBuild:
-        """The build that serves this spec on a device; chosen once."""
+        """The build that serves this spec on a device where some build does; chosen once."""
         if self.build is None:
             assert isinstance(self.options, FlashAttentionOptions)
-            for build in candidates(self.options, device):
-                if not build.reasons(self.spec, None, device, self.options):
-                    self.build = build
-                    self.capabilities = build.capabilities  # type: ignore[misc]
-                    break
-            else:
-                self.refuse(device)
-        assert self.build is not None
+            able = (
+                build
+                for build in candidates(self.options, device)
+                if not build.reasons(self.spec, None, device, self.options)
+            )
+            self.build = next(able)
+            self.capabilities = self.build.capabilities  # type: ignore[misc]
         return self.build
-
-    def refuse(self, device: torch.device) -> None:
-        """Raise UnsupportedCallError with every reason against this spec on a device."""
-        type(self)(self.spec, device=device, options=self.options)
 
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
@@ -152,7 +148,8 @@ class FlashAttentionBackend(AttentionBackend):
 
     def plan(self, batch: Batch, capacity: Capacity | None = None) -> Plan:
         """Prepare a batch; see the base class. Binds to a build if no device was given before."""
-        self.build_for(batch.device)
+        if capacity is not None and self.build is None:
+            self.plan(batch)  # whether graphs can be captured is a matter of the build
         return super().plan(batch, capacity)
 
     def _plan(self, batch: Batch, capacity: Capacity | None) -> FlashAttentionPlan:
@@ -179,7 +176,7 @@ class FlashAttentionBackend(AttentionBackend):
 
 def candidates(options: FlashAttentionOptions, device: torch.device | None) -> list[FlashBuild]:
     """The builds that the options allow, best first; asks the driver only about CUDA devices."""
-    order = _ORDER_ELSEWHERE
+    order: tuple[str, ...] = _ORDER_ELSEWHERE
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
         order = _ORDER.get(torch.cuda.get_device_capability(device)[0], _ORDER_ELSEWHERE)
     if options.version != "auto":

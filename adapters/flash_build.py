@@ -48,6 +48,13 @@ class FlashBuild(ABC):
     def probe(self) -> Probe:
         """Whether the package loads; cached, and never touches a device."""
 
+    @property
+    def module(self) -> Any:
+        """The loaded module; only asked of a build that has no reasons against it."""
+        module = self.probe().module
+        assert module is not None
+        return module
+
     def dependency_reasons(self) -> list[Reason]:
         """The reason of a missing or broken package, with the command that installs it."""
         reason = self.probe().reason(self.install)
@@ -94,7 +101,7 @@ def padded_dims_reasons(
         equal: Whether it wants D and DV equal.
         high: Largest width it takes.
     """
-    reasons = []
+    reasons: list[Reason] = []
     if spec.page_size is None:
         return reasons
     for name, width in (("head_dim", spec.head_dim), ("head_dim_v", spec.dv)):

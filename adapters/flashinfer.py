@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..backend import BackendOptions, RunExtras
 from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
@@ -29,6 +29,7 @@ from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import FP8_DTYPES, AttentionSpec
+from .adapter import AdapterBackend
 from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
 from .flashinfer_calls import calls_for, is_mla
 from .flashinfer_pages import HostBatch
@@ -131,7 +132,7 @@ class FlashInferPlan(Plan):
             self._plan(self._host(self._next).padded(self.capacity))
 
 
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(AdapterBackend):
     """FlashInfer's wrappers for ragged, paged and MLA attention.
 
     Decode runs the same tensor-core kernels as prefill, at any ratio of heads. ``plan`` reads
@@ -314,11 +315,11 @@ def host_scale(scale: float | torch.Tensor | None, seen: WeakIdKeyDictionary) ->
         got = f"a tensor of {scale.numel()}"
         reason = Reason("k_scale", got, "a number, or a tensor that holds one")
         raise UnsupportedCallError(f"flashinfer: {reason}", backend="flashinfer", reasons=[reason])
-    version, value = seen.get(scale, (-1, 0.0))
-    if version != scale._version:
-        value = float(scale)
-        seen[scale] = (scale._version, value)
-    return value
+    known: tuple[int, float] | None = seen[scale] if scale in seen else None
+    if known is None or known[0] != scale._version:
+        known = (scale._version, float(scale))
+        seen[scale] = known
+    return known[1]
 
 
 def per_head(scale: float | torch.Tensor, spec: AttentionSpec) -> float | torch.Tensor:

@@ -197,7 +197,7 @@ class MlaCalls(WrapperCalls):
         """Newer releases take the index arrays as one object."""
         assert self.spec.page_size is not None
         pages = page_lists(batch, self.spec.page_size)
-        arrays = dict(
+        arrays: dict[str, Any] = dict(
             qo_indptr=starts_of(batch.q_lens),
             kv_indptr=pages.indptr,
             kv_indices=pages.indices,

@@ -37,18 +37,18 @@ class DenseKeys(NamedTuple):
     Attributes:
         cu_seqlens: ``[B+1]`` int32, starts that are exactly the running sum of the lengths.
         rows: How many rows of ragged ``k`` may be handed over as they are; None means all.
-        index: Where to gather from first: rows of ragged ``k``, or pages and slots of a cache, each
+        gather: Where to gather from: rows of ragged ``k``, or pages and slots of a cache, each
             ``[count]`` int64. None means no gather.
     """
 
     cu_seqlens: torch.Tensor
     rows: int | None
-    index: tuple[torch.Tensor, ...] | None
+    gather: tuple[torch.Tensor, ...] | None
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of ``k`` or ``v`` that are visible, ``[count, HK, D]``, in order."""
-        if self.index is not None:
-            return take(x, self.index)
+        if self.gather is not None:
+            return take(x, self.gather)
         return x if self.rows is None or self.rows == x.shape[0] else x[: self.rows]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..backend import BackendOptions, RunExtras
 from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
@@ -21,10 +21,16 @@ from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import FP8_DTYPES, AttentionSpec
+from .adapter import AdapterBackend
 from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
 from .padded import Padded, mask_starts
 
 Mod = Callable[..., torch.Tensor]
+
+#: How many variants of a function the compiler may keep.
+_VARIANTS = 1 << 16
+#: Pairs of query and key above which finding the visible blocks is compiled too.
+_MANY_PAIRS = 1 << 26
 
 
 class TorchFlexOptions(BackendOptions):
@@ -40,10 +46,29 @@ def probe_flex() -> Probe:
     return probe("torch.nn.attention.flex_attention", attribute="AuxRequest", distribution="torch")
 
 
+def flex_module() -> Any:
+    """The loaded module."""
+    module = probe_flex().module
+    assert module is not None
+    return module
+
+
 @cache
 def compiled(name: str) -> Callable[..., Any]:
-    """A function of the module, compiled when it is first called."""
-    return torch.compile(getattr(probe_flex().module, name), dynamic=True)
+    """A function of the module, compiled when it is first called.
+
+    Each kind of score and mask is a variant of its own. When variants run out, the compiler would
+    go on uncompiled, which rounds scores to the queries' dtype; so they may not run out.
+    """
+    function = torch.compile(getattr(flex_module(), name), dynamic=True, fullgraph=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(
+            recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS
+        ):
+            return function(*args, **kwargs)
+
+    return call
 
 
 class TorchFlexPlan(Plan):
@@ -60,7 +85,7 @@ class TorchFlexPlan(Plan):
         self.block_mask: Any = None
 
 
-class TorchFlexBackend(AttentionBackend):
+class TorchFlexBackend(AdapterBackend):
     """FlexAttention, with windows, softcap, ALiBi, masks and fp8 scales as modifications.
 
     Sequences are laid out side by side, so keys are copied, and a paged cache is gathered. Lengths
@@ -99,9 +124,12 @@ class TorchFlexBackend(AttentionBackend):
     ) -> list[Reason]:
         """What the compiled kernel does not take."""
         chosen = options if isinstance(options, TorchFlexOptions) else cls.Options()
-        reasons = []
+        reasons: list[Reason] = []
         if not _compiles(chosen, device):
             return reasons
+        if device is not None and device.type == "cpu":
+            fix = "compiled for CPUs it has no LSE"
+            reasons.append(Reason("compile", "always", "auto, never on CPUs", fix))
         if spec.dtype == torch.float64:
             fix = "set compile='never'"
             reasons.append(Reason("dtype", "float64", "narrower dtypes when compiled", fix))
@@ -130,11 +158,13 @@ class TorchFlexBackend(AttentionBackend):
             width = torch.float32  # uncompiled, scores are rounded to the dtype of the queries
         tensors = [padded.queries(take_rows(q, plan.work)), padded.keys(k), padded.keys(v)]
         query, key, value = (x.to(width) for x in tensors)
-        visible = None if extras.mask is None else padded.mask(extras.mask, plan.starts)
+        visible = None
+        if extras.mask is not None and plan.starts is not None:
+            visible = padded.mask(extras.mask, plan.starts)
         with torch.no_grad():
             if plan.block_mask is None or visible is not None:
                 plan.block_mask = _block_mask(spec, padded, visible, fast)
-            function = compiled("flex_attention") if fast else probe_flex().module.flex_attention
+            function = compiled("flex_attention") if fast else flex_module().flex_attention
             o, aux = function(
                 query,
                 key,
@@ -143,7 +173,7 @@ class TorchFlexBackend(AttentionBackend):
                 block_mask=plan.block_mask,
                 scale=spec.scale,
                 enable_gqa=spec.group_size > 1,
-                return_aux=probe_flex().module.AuxRequest(lse=True),
+                return_aux=flex_module().AuxRequest(lse=True),
             )
             o = padded.rows(o)
             if extras.v_scale is not None:
@@ -198,12 +228,12 @@ def mask_mod(spec: AttentionSpec, padded: Padded, visible: torch.Tensor | None) 
 def _block_mask(
     spec: AttentionSpec, padded: Padded, visible: torch.Tensor | None, fast: bool
 ) -> Any:
-    module = probe_flex().module
-    assert module is not None
-    create = compiled("create_block_mask") if fast else module.create_block_mask
+    count = padded.q_lens.shape[0]
+    fast = fast and count * padded.max_q * padded.max_k > _MANY_PAIRS
+    create = compiled("create_block_mask") if fast else flex_module().create_block_mask
     return create(
         mask_mod(spec, padded, visible),
-        B=padded.q_lens.shape[0],
+        B=count,
         H=None,
         Q_LEN=padded.max_q,
         KV_LEN=padded.max_k,

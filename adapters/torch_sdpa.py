@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..backend import BackendOptions, RunExtras
 from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
@@ -21,6 +21,7 @@ from ..errors import Reason
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
+from .adapter import AdapterBackend
 from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
 from .flash_build import kernel_query, kernel_scale, round_up
 from .padded import Padded, kept_keys, mask_starts
@@ -96,7 +97,7 @@ class TorchSdpaPlan(Plan):
         return Group(padded, starts, bounds, False)
 
 
-class TorchSdpaBackend(AttentionBackend):
+class TorchSdpaBackend(AdapterBackend):
     """The flash, memory-efficient and cuDNN kernels of PyTorch, and its flash kernel for CPUs.
 
     Keys are gathered by groups of equal lengths, so a paged cache is copied. Lengths are needed on
@@ -193,7 +194,7 @@ def attend(
     spec, padded = backend.spec, group.padded
     query, key, value = padded.queries(q), padded.keys(k), padded.keys(v)
     visible = group.bounds
-    if extras.mask is not None:
+    if extras.mask is not None and group.starts is not None:
         mine = padded.mask(extras.mask, group.starts)[:, None]  # [n, 1, q_len, kv_len]
         visible = mine if visible is None else mine & visible
     bias = _bias(spec, padded, visible, extras.alibi_slopes)

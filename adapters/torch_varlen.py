@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from ..backend import AttentionBackend, BackendOptions, RunExtras
+from ..backend import BackendOptions, RunExtras
 from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
@@ -24,6 +24,7 @@ from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import AttentionSpec
+from .adapter import AdapterBackend
 from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
 from .fa2 import safe_bounds
 from .flash_build import kernel_query, kernel_scale, padded_dims_reasons, round_up
@@ -83,7 +84,7 @@ class TorchVarlenPlan(Plan):
             self.work.empty.copy_(empty_rows(self.batch, self.spec))
 
 
-class TorchVarlenBackend(AttentionBackend):
+class TorchVarlenBackend(AdapterBackend):
     """FlashAttention 2 as PyTorch ships it, for packed sequences.
 
     With pages (PyTorch 2.12 and newer) lengths are needed on the host: a batch without them costs

@@ -124,3 +124,13 @@ def test_sdpa_says_what_a_kernel_cannot_do() -> None:
     efficient = TorchSdpaBackend.Options(kernel="efficient")
     with pytest.raises(UnsupportedCallError, match="kernel=efficient"):
         TorchSdpaBackend(spec(), device="cpu", options=efficient)
+
+
+def test_a_device_that_only_the_batch_names_is_checked() -> None:
+    always = TorchFlexBackend.Options(compile="always")
+    call = make_call(spec(), [1], [4])
+    with pytest.raises(UnsupportedCallError, match="compile=always"):
+        TorchFlexBackend(call.spec, options=always).plan(call.batch)
+    if not TorchVarlenBackend.dependency_reasons():
+        with pytest.raises(UnsupportedCallError, match="device=cpu"):
+            TorchVarlenBackend(call.spec).plan(call.batch)
