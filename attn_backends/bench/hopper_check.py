@@ -313,6 +313,26 @@ def check_streams() -> dict[str, Any]:
     return worst
 
 
+def check_invariant() -> dict[str, Any]:
+    """Each sequence alone gives the bits that it gives in a batch."""
+    case = CheckCase("together", UNEQUAL)
+    x = CheckInputs(case)
+    variant = x.variant()
+    x.run(variant, None)
+    worst, start = compare(x), 0
+    for b, (q_len, kv_len) in enumerate(zip(x.q_lens, x.kv_lens)):
+        y = CheckInputs(replace(case, lens=([q_len], [kv_len])))
+        at = int(x.starts_k[b])
+        y.k[:kv_len], y.v[:kv_len] = x.k[at : at + kv_len], x.v[at : at + kv_len]
+        y.q.copy_(x.q[start : start + q_len])
+        if q_len:
+            y.run(variant, None)
+        rows = slice(start, start + q_len)
+        assert torch.equal(y.o, x.o[rows]) and torch.equal(y.lse, x.lse[rows]), f"sequence {b}"
+        start += q_len
+    return worst
+
+
 def groups() -> dict[str, list[CheckCase]]:
     """All cases; those of one group mostly share their compiled kernels."""
     half = torch.float16
@@ -397,12 +417,13 @@ def groups() -> dict[str, list[CheckCase]]:
         ],
         "graph": [],
         "streams": [],
+        "invariant": [],
     }  # fmt: skip
 
 
 def run_group(name: str) -> None:
     """Run the cases of a group and print one line of JSON each, as soon as it is known."""
-    special = {"graph": check_graph, "streams": check_streams}
+    special = {"graph": check_graph, "streams": check_streams, "invariant": check_invariant}
     if name in special:
         calls = [(name, special[name])]
     else:

@@ -90,6 +90,7 @@ def choose_variant(
     total_q: int,
     num_seqs: int,
     num_sms: int,
+    batch_invariant: bool = False,
 ) -> Variant:
     """The variant for a shape; host facts alone decide, so that it never needs a sync.
 
@@ -101,8 +102,13 @@ def choose_variant(
         total_q: Query tokens, or a bound.
         num_seqs: B.
         num_sms: Multiprocessors.
+        batch_invariant: Let D alone decide. The bits of a row then depend on its own sequence
+            only: its tiles of keys start at multiples of ``block_n``, and a tile that it does not
+            see changes nothing.
     """
     variant = Variant(block_n=64 if head_dim == 256 else 128, stages=3 if head_dim == 64 else 2)
+    if batch_invariant:
+        return variant
     group = num_heads // num_kv_heads
     longest = max(1, min(max_seqlen_q, total_q))
     pack = pack_size(group)
@@ -188,9 +194,6 @@ def hopper_reasons(
         out.append(Reason("has_alibi", "True", "False"))
     if spec.has_mask:
         out.append(Reason("has_mask", "True", "False"))
-    if spec.batch_invariant:
-        # The tile of a row depends on the longest sequence of the batch.
-        out.append(Reason("batch_invariant", "True", "False"))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None:
             out += _tensor_reasons(name, x)
@@ -319,6 +322,7 @@ def hopper_prefill(
     assert q.dtype == k.dtype == v.dtype == o.dtype and lse.dtype == torch.float32
     assert page_table is None or page_table.stride(1) == 1 or page_table.shape[1] == 1
     assert o.shape == q.shape and lse.shape == (total_q, num_heads) and o.stride(-1) == 1
+    assert variant is None or variant.pack in (1, pack_size(num_heads // num_kv_heads))
     if total_q == 0:
         return
     _, num_sms = _device_facts(q.device.index)
@@ -327,7 +331,6 @@ def hopper_prefill(
             head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads,
             max_seqlen_q=max_seqlen_q, total_q=total_q, num_seqs=num_seqs, num_sms=num_sms,
         )  # fmt: skip
-    assert variant.pack in (1, pack_size(num_heads // num_kv_heads))
     if work is None:
         work = hopper_work(
             variant, cu_seqlens_q=cu_seqlens_q, seqlens_k=seqlens_k, cu_seqlens_k=cu_seqlens_k,

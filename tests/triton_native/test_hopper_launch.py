@@ -15,6 +15,7 @@ from attn_backends.triton_native.hopper_prefill import (
     Variant,
     choose_variant,
     compile_arguments,
+    hopper_prefill,
     hopper_reasons,
     pack_size,
 )
@@ -44,7 +45,6 @@ def test_a_plain_spec_has_no_reason_against_it():
         ({"page_size": 48}, "page_size"),
         ({"has_alibi": True}, "has_alibi"),
         ({"has_mask": True}, "has_mask"),
-        ({"batch_invariant": True}, "batch_invariant"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_named(changes, argument):
@@ -96,6 +96,19 @@ def test_long_prompts_take_whole_tiles_and_short_extends_pack_heads():
     assert _choose(16, 8, heads=28, kv_heads=4).pack == 8
     assert _choose(64, 64, heads=8, kv_heads=8).pack == 1
     assert _choose(4096, 4, dim=256).block_n == 64
+
+
+def test_a_batch_invariant_variant_depends_on_the_head_dim_only():
+    shapes = [(64, 64), (1, 1), (4096, 4)]
+    for dim in (64, 128, 256):
+        found = {
+            choose_variant(
+                head_dim=dim, num_heads=32, num_kv_heads=8, max_seqlen_q=q, total_q=q * batch,
+                num_seqs=batch, num_sms=sms, batch_invariant=True,
+            )
+            for q, batch in shapes for sms in (16, 132)
+        }  # fmt: skip
+        assert len(found) == 1
 
 
 @pytest.mark.parametrize("variant", [Variant(), Variant(consumers=1), Variant(pack=8)])
@@ -183,3 +196,23 @@ def test_kept_maps_launch_with_the_arguments_that_triton_would_pass(monkeypatch)
     run(y)
     assert len(encodings) == 5
     assert plain(calls[3]) != plain(calls[0])
+
+
+def test_the_kernel_and_the_work_list_agree_on_the_layout():
+    if hopper_compat.REASON is not None:
+        pytest.skip(str(hopper_compat.REASON))
+    from attn_backends.triton_native import hopper_parts, hopper_work
+
+    assert hopper_parts.WORK_HEADER.value == hopper_work.HEADER
+    assert hopper_parts.WORK_FIELDS.value == hopper_work.FIELDS
+
+
+def test_heads_are_only_packed_into_tiles_that_hold_the_whole_group():
+    q = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
+    k = torch.zeros(4, 1, 128, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        hopper_prefill(
+            q, k, k, cu_seqlens_q=torch.tensor([0, 4]), seqlens_k=torch.tensor([4]),
+            cu_seqlens_k=torch.tensor([0, 4]), max_seqlen_q=4, scale=1.0, causal=True,
+            o=torch.zeros_like(q), lse=torch.zeros(4, 8), variant=Variant(pack=4),
+        )  # fmt: skip

@@ -1,0 +1,302 @@
+"""A consumer warpgroup of the Hopper prefill: scores, softmax, output of 64 rows of each tile."""
+
+from __future__ import annotations
+
+from .hopper_compat import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from .hopper_parts import (
+    K_EMPTY,
+    LN2,
+    RING,
+    RING_FIELDS,
+    TURN,
+    V_EMPTY,
+    advance,
+    come,
+    key_tiles,
+    meet,
+    rows_layout,
+)
+
+
+@gluon.jit
+def _field(shared, index):
+    """One announced int."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(shared.ring.index(index).load(layout), 0)
+
+
+@gluon.jit
+def _release_keys(shared, stage, C):
+    """Give a slot of keys back to the producer."""
+    if C.NAMED_EMPTY:
+        come(K_EMPTY + stage, C.SLOT_THREADS)
+    else:
+        mbarrier.arrive(shared.k_empty.index(stage), count=1)
+
+
+@gluon.jit
+def _release_values(shared, stage, C):
+    """Give a slot of values back to the producer."""
+    if C.NAMED_EMPTY:
+        come(V_EMPTY + stage, C.SLOT_THREADS)
+    else:
+        mbarrier.arrive(shared.v_empty.index(stage), count=1)
+
+
+@gluon.jit
+def _issue_scores(shared, wg, stage, C):
+    """Start S = Q K^T of the tile in a slot."""
+    q = shared.q.index(wg).reshape([64, C.D])
+    k = shared.k.index(stage).reshape([C.BLOCK_N, C.D]).permute((1, 0))
+    zero = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
+    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [64, BLOCK_N]
+
+
+@gluon.jit
+def _key_range(kv_len, pos_first, left, right_end, C):
+    """First key and end of the keys that each row sees; the first may be negative."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, C.S_LAYOUT))
+    position = pos_first + row // C.PACK  # [64]
+    hi_row = gl.zeros_like(position) + kv_len
+    lo_row = gl.zeros_like(position)
+    if C.HAS_RIGHT:
+        hi_row = gl.minimum(hi_row, position + right_end)
+    if C.HAS_LEFT:
+        lo_row = position - left
+    return lo_row, hi_row
+
+
+@gluon.jit
+def _mask(s, start, lo_row, hi_row, safe_lo, safe_hi, C):
+    """Set the scores of keys outside a row's ``[lo, hi)`` to -inf, if the tile has any."""
+    masked = start + C.BLOCK_N > safe_hi
+    if C.HAS_LEFT:
+        masked = masked | (start < safe_lo)
+    if masked:
+        # Columns as 8 i + j, with i in registers: comparisons with constants, not with registers.
+        parts = gl.reshape(s, [64, C.BLOCK_N // 8, 8])
+        outer: gl.constexpr = gl.SliceLayout(1, parts.type.layout)
+        i = gl.arange(0, C.BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, parts.type.layout)))
+        i = gl.expand_dims(i[None, :], 2) * 8
+        j = start + gl.arange(0, 8, gl.SliceLayout(0, outer))
+        limit = gl.convert_layout(hi_row, gl.SliceLayout(1, outer))[:, None] - j[None, :]
+        keep = i < gl.expand_dims(limit, 1)
+        if C.HAS_LEFT:
+            limit = gl.convert_layout(lo_row, gl.SliceLayout(1, outer))[:, None] - j[None, :]
+            keep = keep & (i >= gl.expand_dims(limit, 1))
+        parts = gl.where(keep, parts, float("-inf"))
+        s = gl.convert_layout(gl.reshape(parts, [64, C.BLOCK_N]), C.S_LAYOUT)
+    return s
+
+
+@gluon.jit
+def _cap(s, softcap_in, softcap_out, C):
+    """Softcap; the result is in the unit that ``scale`` then takes to log2."""
+    if C.HAS_SOFTCAP:
+        # tanh x = 1 - 2 / (1 + exp 2x), with both factors of x folded into softcap_in.
+        s = softcap_out - 2.0 * softcap_out / (1.0 + gl.exp2(s * softcap_in))
+    return s
+
+
+@gluon.jit
+def _row_sums(p, BLOCK_N: gl.constexpr):
+    """Sums over what each thread holds of a row; the rest of the sum waits until the end."""
+    return gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 8]), 1)  # [64, 8]
+
+
+@gluon.jit
+def _softmax(s, m, sums, scale, C):
+    """One step of the online softmax: p, and the new maximum, sum and factor of what was."""
+    m_new = gl.maximum(m, gl.max(s, 1))
+    # A row without any key so far keeps its -inf, but must not subtract it from itself.
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2((m - m_safe) * scale)  # [64]
+    p = gl.exp2(s * scale - (m_safe * scale)[:, None])  # [64, BLOCK_N]
+    sums_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
+    sums = sums * sums_alpha[:, None] + _row_sums(p, C.BLOCK_N)
+    return p, m_new, sums, alpha
+
+
+@gluon.jit
+def _zero_tail(slot, keys, C):
+    """Zero the rows of V from ``keys`` on, ahead of tensor cores that read all of them.
+
+    Both consumers do so, and write the same bytes; neither waits for the other.
+    """
+    layout: gl.constexpr = rows_layout(C.D)
+    tile = slot.reshape([C.BLOCK_N, C.D])
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    for i in gl.static_range(C.BLOCK_N // 64):
+        if keys < (i + 1) * 64:
+            part = tile.slice(i * 64, 64, 0)
+            x = part.load(layout)
+            part.store(gl.where((row < keys - i * 64)[:, None], x, gl.zeros_like(x)))
+    fence_async_shared()
+    # Here, and not where the compiler would put it: before every later read of V.
+    barrier()
+
+
+@gluon.jit
+def _attend(
+    C, shared, wg: gl.constexpr, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
+    scale, softcap_in, softcap_out, k_stage, k_phase, v_stage, v_phase,
+):  # fmt: skip
+    """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first."""
+    V_DTYPE: gl.constexpr = shared.v.dtype
+    lo_row, hi_row = _key_range(kv_len, pos_first, left, right_end, C)
+    acc = gl.zeros([64, C.D], gl.float32, C.O_LAYOUT)
+    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
+    none = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
+    sums = _row_sums(none, C.BLOCK_N)
+
+    tile = end - 1
+    mbarrier.wait(shared.k_full.index(k_stage), k_phase)
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, wg, k_stage, C),))
+    _release_keys(shared, k_stage, C)
+    k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
+    s = _cap(s, softcap_in, softcap_out, C)
+    s = _mask(s, tile * C.BLOCK_N, lo_row, hi_row, safe_lo, safe_hi, C)
+    p, m, sums, alpha = _softmax(s, m, sums, scale, C)
+    p = gl.convert_layout(p.to(V_DTYPE), C.P_LAYOUT)
+    if end * C.BLOCK_N > kv_len:
+        mbarrier.wait(shared.v_full.index(v_stage), v_phase)
+        _zero_tail(shared.v.index(v_stage), kv_len - tile * C.BLOCK_N, C)
+    mbarrier.wait(shared.k_full.index(k_stage), k_phase, pred=tile > low)
+
+    while tile > low:
+        tile -= 1
+        if C.PING_PONG:
+            meet(TURN + wg, 256)
+        s_token = _issue_scores(shared, wg, k_stage, C)
+        mbarrier.wait(shared.v_full.index(v_stage), v_phase)
+        v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.D])
+        o_token = warpgroup_mma(p, v, acc, is_async=True)
+        if C.PING_PONG:
+            come(TURN + 1 - wg, 256)
+        s = warpgroup_mma_wait(1, deps=(s_token,))
+        _release_keys(shared, k_stage, C)
+        k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
+        s = _cap(s, softcap_in, softcap_out, C)
+        s = _mask(s, tile * C.BLOCK_N, lo_row, hi_row, safe_lo, safe_hi, C)
+        p_next, m, sums, alpha = _softmax(s, m, sums, scale, C)
+        p_next = p_next.to(V_DTYPE)
+        # This branch keeps the wait below it.
+        mbarrier.wait(shared.k_full.index(k_stage), k_phase, pred=tile > low)
+        acc = warpgroup_mma_wait(0, deps=(o_token,))
+        _release_values(shared, v_stage, C)
+        v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+        p = gl.convert_layout(p_next, C.P_LAYOUT)
+
+    mbarrier.arrive(shared.q_empty, count=1)
+    mbarrier.wait(shared.v_full.index(v_stage), v_phase)
+    v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.D])
+    acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(p, v, acc, is_async=True),))
+    _release_values(shared, v_stage, C)
+    v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
+    total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, C.S_LAYOUT))
+    return acc, m, total, k_stage, k_phase, v_stage, v_phase
+
+
+@gluon.jit
+def _store(acc, lse, o_ptr, lse_ptr, first, rows, head, wg: gl.constexpr,
+           group, stride_ot, stride_oh, stride_lt, stride_lh, C):  # fmt: skip
+    """Write the rows of the tile that exist, 16 bytes a thread, never another sequence's."""
+    # The layout of the accumulator with the columns of four neighbouring threads transposed.
+    layout: gl.constexpr = rows_layout(C.D)
+    o = gl.convert_layout(acc.to(o_ptr.dtype.element_ty), layout)
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    col = gl.arange(0, C.D, gl.SliceLayout(0, layout))
+    token = row // C.PACK + wg * C.TOKENS
+    keep = token < rows
+    row_head = gl.zeros_like(row) + head
+    if C.PACK > 1:
+        row_head = head * group + row % C.PACK
+        keep = keep & (row % C.PACK < group)
+    at = (first + token).to(gl.int64) * stride_ot + row_head.to(gl.int64) * stride_oh
+    gl.store(o_ptr + at[:, None] + col[None, :], o, mask=keep[:, None])
+
+    row = gl.arange(0, 64, gl.SliceLayout(1, C.S_LAYOUT))
+    token = row // C.PACK + wg * C.TOKENS
+    keep = token < rows
+    row_head = gl.zeros_like(row) + head
+    if C.PACK > 1:
+        row_head = head * group + row % C.PACK
+        keep = keep & (row % C.PACK < group)
+    at = (first + token).to(gl.int64) * stride_lt + row_head.to(gl.int64) * stride_lh
+    gl.store(lse_ptr + at, lse, mask=keep)
+
+
+@gluon.jit
+def consume(
+    C, shared, wg: gl.constexpr, o_ptr, lse_ptr, scale, lse_scale, softcap_in, softcap_out,
+    stride_ot, stride_oh, stride_lt, stride_lh, left, right_end, group,
+):  # fmt: skip
+    """A consumer warpgroup: 64 rows of every tile that the producer announces."""
+    if C.PING_PONG:
+        if wg == 1:
+            come(TURN, 256)
+    ring = 0
+    ring_phase = 0
+    q_phase = 0
+    k_stage = 0
+    k_phase = 0
+    v_stage = 0
+    v_phase = 0
+    mbarrier.wait(shared.ring_full.index(0), 0)
+    rows = _field(shared, 1)
+    while rows >= 0:
+        base = ring * RING_FIELDS
+        kv_len = _field(shared, base + 2)
+        pos0 = _field(shared, base + 3)
+        pos_first = pos0 + wg * C.TOKENS
+        # Tiles of keys inside [safe_lo, safe_hi) are seen whole by every row.
+        safe_lo = 0
+        safe_hi = kv_len
+        if C.HAS_LEFT:
+            safe_lo = gl.maximum(pos_first + C.TOKENS - 1 - left, 0)
+        if C.HAS_RIGHT:
+            safe_hi = gl.minimum(safe_hi, pos_first + right_end)
+        low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
+        acc = gl.zeros([64, C.D], gl.float32, C.O_LAYOUT)
+        m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
+        total = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
+        if end > low:
+            mbarrier.wait(shared.q_full, q_phase)
+            q_phase ^= 1
+            acc, m, total, k_stage, k_phase, v_stage, v_phase = _attend(
+                C, shared, wg, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
+                scale, softcap_in, softcap_out, k_stage, k_phase, v_stage, v_phase,
+            )  # fmt: skip
+
+        # Read once more, instead of held in registers through the loop over keys.
+        first = _field(shared, base)
+        rows = _field(shared, base + 1)
+        kv_len = _field(shared, base + 2)
+        pos_first = _field(shared, base + 3) + wg * C.TOKENS
+        head = _field(shared, base + 4)
+        mbarrier.arrive(shared.ring_empty.index(ring), count=1)
+        ring, ring_phase = advance(ring, ring_phase, RING)
+        lo_row, hi_row = _key_range(kv_len, pos_first, left, right_end, C)
+        seen = hi_row > gl.maximum(lo_row, 0)
+        lse = gl.where(seen, m * lse_scale + gl.log2(total) * LN2, float("-inf"))
+        inverse = gl.where(seen, 1.0 / total, 0.0)
+        o_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+        o_seen = gl.convert_layout(seen, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+        _store(
+            gl.where(o_seen, acc * o_inverse, 0.0), lse, o_ptr, lse_ptr, first, rows, head, wg,
+            group, stride_ot, stride_oh, stride_lt, stride_lh, C,
+        )  # fmt: skip
+        mbarrier.wait(shared.ring_full.index(ring), ring_phase)
+        rows = _field(shared, ring * RING_FIELDS + 1)
+
+
+__all__ = ["consume"]

@@ -1,0 +1,176 @@
+"""What producer and consumers of the Hopper prefill share: variant, shared memory, barriers."""
+
+# No `from __future__ import annotations`: the fields of an aggregate are read as objects.
+from .hopper_compat import aggregate, gl, gluon
+
+WORK_HEADER = gl.constexpr(8)  # ints before the first entry of the work list
+WORK_FIELDS = gl.constexpr(8)  # ints per entry
+RING = gl.constexpr(2)  # tiles the producer may announce ahead
+RING_FIELDS = gl.constexpr(8)
+LN2 = gl.constexpr(0.6931471805599453)
+# Named barriers; Triton itself takes the low ones.
+TURN = gl.constexpr(6)
+K_EMPTY = gl.constexpr(8)
+V_EMPTY = gl.constexpr(12)
+
+
+@gluon.constexpr_function
+def rows_layout(width):
+    """Layout ``[64, width]`` in which a thread holds 8 columns side by side.
+
+    Rows lie as in the accumulator, so that only four neighbouring threads exchange columns.
+    """
+    registers = [[0, 1], [0, 2], [0, 4]]
+    column = 32
+    while column < width:
+        registers.append([0, column])
+        column *= 2
+    registers.append([8, 0])
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
+
+
+@aggregate
+class Config:
+    """What a variant of the kernel is compiled for."""
+
+    D: gl.constexpr
+    BLOCK_N: gl.constexpr
+    STAGES: gl.constexpr
+    CONSUMERS: gl.constexpr
+    PACK: gl.constexpr
+    PAGE_SIZE: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
+    DYNAMIC: gl.constexpr
+    SNAKE: gl.constexpr
+    PING_PONG: gl.constexpr
+    NAMED_EMPTY: gl.constexpr
+    TOKENS: gl.constexpr  # query tokens per consumer warpgroup
+    SLOT_THREADS: gl.constexpr  # threads that meet where a slot is given back
+    S_LAYOUT: gl.constexpr
+    O_LAYOUT: gl.constexpr
+    P_LAYOUT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, D, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
+    ):  # fmt: skip
+        self.D = gl.constexpr(D)
+        self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.STAGES = gl.constexpr(STAGES)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.PACK = gl.constexpr(PACK)
+        self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.DYNAMIC = gl.constexpr(DYNAMIC)
+        self.SNAKE = gl.constexpr(SNAKE)
+        self.PING_PONG = gl.constexpr(PING_PONG)
+        self.NAMED_EMPTY = gl.constexpr(NAMED_EMPTY)
+        self.TOKENS = gl.constexpr(64 // PACK)
+        self.SLOT_THREADS = gl.constexpr(128 * CONSUMERS + 32)
+        self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+        o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+        self.O_LAYOUT = gl.constexpr(o_layout)
+        self.P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))
+
+
+@aggregate
+class Shared:
+    """Shared memory: tiles, and the barriers that say when a tile is full or free again."""
+
+    q: gl.shared_memory_descriptor  # [CONSUMERS, TOKENS, PACK, D]
+    k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, D]
+    v: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, D]
+    ring: gl.shared_memory_descriptor  # [RING * RING_FIELDS, 1]
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    ring_full: gl.shared_memory_descriptor
+    ring_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, q, k, v, ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring_full,
+        ring_empty,
+    ):  # fmt: skip
+        self.q = q
+        self.k = k
+        self.v = v
+        self.ring = ring
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.k_full = k_full
+        self.k_empty = k_empty
+        self.v_full = v_full
+        self.v_empty = v_empty
+        self.ring_full = ring_full
+        self.ring_empty = ring_empty
+
+
+@gluon.constexpr_function
+def _barrier_text(verb, threads):
+    """PTX of a named barrier; an inline instruction must return something."""
+    return f"bar.{verb} $1, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def meet(index, THREADS: gl.constexpr):
+    """Wait until ``THREADS`` threads came to a named barrier."""
+    asm: gl.constexpr = _barrier_text("sync", THREADS)
+    gl.inline_asm_elementwise(asm, "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def come(index, THREADS: gl.constexpr):
+    """Come to a named barrier without waiting there."""
+    asm: gl.constexpr = _barrier_text("arrive", THREADS)
+    gl.inline_asm_elementwise(asm, "=r,r", [index], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The slot after this one, and the parity of its barrier."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def key_tiles(kv_len, pos0, rows, left, right_end, C: gl.constexpr):
+    """First key tile and end of the key tiles seen by ``rows`` tokens from position ``pos0``."""
+    hi = kv_len
+    lo = 0
+    if C.HAS_RIGHT:
+        hi = gl.minimum(hi, pos0 + (rows - 1) + right_end)
+    if C.HAS_LEFT:
+        lo = gl.maximum(pos0 - left, 0)
+    some = (hi > lo) & (rows > 0)
+    first = gl.where(some, lo // C.BLOCK_N, 0)
+    end = gl.where(some, (hi + C.BLOCK_N - 1) // C.BLOCK_N, 0)
+    return first, end
+
+
+__all__ = [
+    "Config",
+    "K_EMPTY",
+    "LN2",
+    "RING",
+    "RING_FIELDS",
+    "Shared",
+    "TURN",
+    "V_EMPTY",
+    "WORK_FIELDS",
+    "WORK_HEADER",
+    "advance",
+    "come",
+    "key_tiles",
+    "meet",
+    "rows_layout",
+]

@@ -1,0 +1,164 @@
+"""The producer warp of the Hopper prefill: takes tiles from the work list and streams them in."""
+
+from __future__ import annotations
+
+from .hopper_compat import gl, gluon, mbarrier, tma_load
+from .hopper_parts import (
+    K_EMPTY,
+    RING,
+    RING_FIELDS,
+    V_EMPTY,
+    WORK_FIELDS,
+    WORK_HEADER,
+    advance,
+    key_tiles,
+    meet,
+)
+
+
+@gluon.jit
+def _load_tile(desc, full, slot, tile, key_start, head, table, kv_len, C):
+    """Start the copy of one tile of keys or values; pages past the last key arrive as zeros."""
+    BYTES: gl.constexpr = C.BLOCK_N * C.D * desc.dtype.primitive_bitwidth // 8
+    mbarrier.expect(full, BYTES)
+    if C.PAGE_SIZE == 0:
+        tma_load(desc, [0, key_start + tile * C.BLOCK_N, head, 0], full, slot)
+    elif C.PAGE_SIZE >= C.BLOCK_N:
+        first = tile * C.BLOCK_N
+        page = gl.load(table + first // C.PAGE_SIZE)
+        tma_load(desc, [page, first % C.PAGE_SIZE, head, 0], full, slot)
+    else:
+        PAGES: gl.constexpr = C.BLOCK_N // C.PAGE_SIZE
+        for i in gl.static_range(PAGES):
+            number = tile * PAGES + i
+            # A page before the first: outside the tensor, so nothing is read.
+            page = gl.load(table + number, mask=number * C.PAGE_SIZE < kv_len, other=-1)
+            box = slot.slice(i * C.PAGE_SIZE, C.PAGE_SIZE, 1)
+            tma_load(desc, [page, 0, head, 0], full, box)
+
+
+@gluon.jit
+def _announce(shared, slot, phase, first, rows, kv_len, pos0, head):
+    """Tell the consumers which tile comes next; ``rows`` of -1 ends their work."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(shared.ring_empty.index(slot), phase ^ 1)
+    base = slot * RING_FIELDS
+    shared.ring.index(base).store(gl.full([1], first, gl.int32, layout))
+    shared.ring.index(base + 1).store(gl.full([1], rows, gl.int32, layout))
+    shared.ring.index(base + 2).store(gl.full([1], kv_len, gl.int32, layout))
+    shared.ring.index(base + 3).store(gl.full([1], pos0, gl.int32, layout))
+    shared.ring.index(base + 4).store(gl.full([1], head, gl.int32, layout))
+    mbarrier.arrive(shared.ring_full.index(slot), count=1)
+
+
+@gluon.jit
+def _draw(work_ptr, C):
+    """The next ticket for a tile, if tiles are handed out."""
+    ticket = 0
+    if C.DYNAMIC:
+        ticket = gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
+    return ticket
+
+
+@gluon.jit
+def produce(
+    C, shared, q_desc, k_desc, v_desc, work_ptr, table_ptr, stride_table, left, right_end,
+    heads, group, head_group,
+):  # fmt: skip
+    """The producer warp: announce each tile, and keep its slots filled."""
+    Q_BYTES: gl.constexpr = 64 * C.CONSUMERS * C.D * q_desc.dtype.primitive_bitwidth // 8
+    entries = gl.load(work_ptr)
+    total = entries * heads
+    programs = gl.num_programs(0)
+    work = gl.program_id(0)
+    turn = 0
+    ring = 0
+    ring_phase = 0
+    q_phase = 0
+    k_stage = 0
+    k_phase = 0
+    k_used = 0
+    v_stage = 0
+    v_phase = 0
+    v_used = 0
+    ticket = 0
+    while work < total:
+        per_group = entries * head_group
+        section = work // per_group
+        rest = work - section * per_group
+        entry = rest // head_group
+        head = section * head_group + rest - entry * head_group
+        at = work_ptr + WORK_HEADER + entry * WORK_FIELDS
+        first = gl.load(at)
+        rows = gl.load(at + 1)
+        kv_len = gl.load(at + 2)
+        pos0 = gl.load(at + 3)
+        key_start = gl.load(at + 4)
+        _announce(shared, ring, ring_phase, first, rows, kv_len, pos0, head)
+        ring, ring_phase = advance(ring, ring_phase, RING)
+        low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
+        if end > low:
+            kv_head = head
+            q_head = head
+            if C.PACK == 1:
+                kv_head = head // group
+            else:
+                q_head = head * group
+            table = table_ptr
+            if C.PAGE_SIZE > 0:
+                table = table_ptr + key_start.to(gl.int64) * stride_table
+            mbarrier.wait(shared.q_empty, q_phase ^ 1)
+            q_phase ^= 1
+            mbarrier.expect(shared.q_full, Q_BYTES)
+            for i in gl.static_range(C.CONSUMERS):
+                tma_load(
+                    q_desc, [first + i * C.TOKENS, q_head, 0], shared.q_full, shared.q.index(i)
+                )
+            tile = end - 1
+            # Keys run one tile ahead of values, as the consumers want them.
+            while tile >= low - 1:
+                if tile >= low:
+                    if C.NAMED_EMPTY:
+                        if k_used >= C.STAGES:
+                            meet(K_EMPTY + k_stage, C.SLOT_THREADS)
+                        k_used += 1
+                    else:
+                        mbarrier.wait(shared.k_empty.index(k_stage), k_phase ^ 1)
+                    _load_tile(
+                        k_desc, shared.k_full.index(k_stage), shared.k.index(k_stage), tile,
+                        key_start, kv_head, table, kv_len, C,
+                    )  # fmt: skip
+                    k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
+                if tile < end - 1:
+                    if C.NAMED_EMPTY:
+                        if v_used >= C.STAGES:
+                            meet(V_EMPTY + v_stage, C.SLOT_THREADS)
+                        v_used += 1
+                    else:
+                        mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
+                    _load_tile(
+                        v_desc, shared.v_full.index(v_stage), shared.v.index(v_stage), tile + 1,
+                        key_start, kv_head, table, kv_len, C,
+                    )  # fmt: skip
+                    v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
+                if tile == end - 2:
+                    # The first slots are filled: nobody waits for the round trip of the ticket.
+                    ticket = _draw(work_ptr, C)
+                tile -= 1
+        else:
+            ticket = _draw(work_ptr, C)
+        if C.DYNAMIC:
+            # Every ticket up to the number of tiles is drawn once; the last puts the counter back.
+            if ticket == total - 1:
+                gl.store(work_ptr + 1, 0)
+            work = programs + ticket
+        else:
+            turn += 1
+            offset = gl.program_id(0)
+            if C.SNAKE:
+                offset = gl.where(turn % 2 == 1, programs - 1 - offset, offset)
+            work = turn * programs + offset
+    _announce(shared, ring, ring_phase, 0, -1, 0, 0, 0)
+
+
+__all__ = ["produce"]
