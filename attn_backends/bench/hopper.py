@@ -238,7 +238,7 @@ def _starts(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
 
 
-def peers(x: PointInputs) -> dict[str, Callable[[int], Any]]:
+def peers(x: PointInputs, with_flashinfer: bool = False) -> dict[str, Callable[[int], Any]]:
     """Other libraries at the point, as they are installed; absent ones are left out."""
     point = x.point
     out: dict[str, Callable[[int], Any]] = {}
@@ -305,7 +305,7 @@ def peers(x: PointInputs) -> dict[str, Callable[[int], Any]]:
                 )
 
         out["cudnn"] = cudnn
-    if x.table is not None:
+    if x.table is not None and with_flashinfer:
         try:
             out["flashinfer"] = _flashinfer(x)
         except Exception as error:
@@ -381,7 +381,9 @@ def time_calls(
     return {name: sorted(times) for name, times in found.items()}
 
 
-def bench_point(point: Point, rounds: int, only: set[str] | None) -> list[dict[str, Any]]:
+def bench_point(
+    point: Point, rounds: int, only: set[str] | None, with_flashinfer: bool
+) -> list[dict[str, Any]]:
     """Measure a point; prints one line per call."""
     x = PointInputs(point)
     calls: dict[str, Callable[[int], Any]] = {}
@@ -390,7 +392,7 @@ def bench_point(point: Point, rounds: int, only: set[str] | None) -> list[dict[s
             calls[name] = x.call(variant)
             if name == "chosen":
                 calls["chosen+list"] = x.call(variant, listed=False)
-    calls |= peers(x)
+    calls |= peers(x, with_flashinfer)
     for name in list(calls):
         try:
             calls[name](0)
@@ -463,6 +465,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--groups", nargs="*", help="check only these groups")
     parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
     parser.add_argument("--only", nargs="*", help="measure only these variants (peers always)")
+    parser.add_argument("--flashinfer", action="store_true", help="may compile for minutes")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--limit", type=float, default=75.0, help="seconds a group may take")
@@ -509,7 +512,9 @@ def main(arguments: list[str] | None = None) -> int:
         result["rows"].append(bench_host())
         for name in args.sets:
             for point in points(name):
-                result["rows"] += bench_point(point, args.rounds, set(args.only or ()) or None)
+                result["rows"] += bench_point(
+                    point, args.rounds, set(args.only or ()) or None, args.flashinfer
+                )  # fmt: skip
                 save()
                 torch.cuda.empty_cache()
     save()
