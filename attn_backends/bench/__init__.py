@@ -1,0 +1,1 @@
+"""Measuring: cases, timers, peers, and the account of memory and traffic."""

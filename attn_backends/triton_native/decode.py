@@ -22,6 +22,7 @@ from .primitives import (
     add_sink,
     attend,
     fold,
+    full_strides,
     key_range,
     load_query,
     natural_lse,
@@ -69,6 +70,7 @@ def fill_empty_rows(o_ptr, lse_ptr, sinks_ptr, kv_head, first, total, stride_ot,
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "total_q", "part_rows", "left", "right", "k_scale_step", "v_scale_step",
+        "stride_kp", "stride_kn", "stride_kh", "stride_vp", "stride_vn", "stride_vh",
     ]
 )  # fmt: skip
 def _split_fwd_kernel(
@@ -86,7 +88,7 @@ def _split_fwd_kernel(
     HAS_ALIBI: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
     C0: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -144,6 +146,12 @@ def _split_fwd_kernel(
     )  # fmt: skip
     lo = tl.maximum(lo, key_lo // BLOCK_N * BLOCK_N)
     hi = tl.minimum(hi, key_hi)
+    stride_kp, stride_kn, stride_kh = full_strides(
+        stride_kp, stride_kn, stride_kh, KV_ALIGN, SHORT_ROWS
+    )
+    stride_vp, stride_vn, stride_vh = full_strides(
+        stride_vp, stride_vn, stride_vh, KV_ALIGN, SHORT_ROWS
+    )
     k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn
     v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn
     table = table_ptr + b.to(tl.int64) * stride_table

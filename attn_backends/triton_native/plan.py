@@ -315,6 +315,14 @@ def _launch(
         launcher.first(grid, tensors, numbers, signature)
 
 
+def alignment(sizes: tuple[int, ...]) -> int:
+    """Largest power of two up to 16 that divides every size."""
+    bits = 16
+    for size in sizes:
+        bits |= size
+    return bits & -bits
+
+
 class _Call:
     """The launches of one plan for one set of strides and options: what does not change, bound."""
 
@@ -345,8 +353,14 @@ class _Call:
         short_rows = paged and spec.page_size * max(ks[1], vs[1]) < 2**30
         self.table = batch.page_table if paged else batch.seqlens_k
         stride_table = batch.page_table.stride(0) if paged else 0
+        align = min(alignment(ks), alignment(vs))
+        # Loads of less than 16 bytes are not pipelined; the products then stay off the
+        # warpgroup instructions, which two warps cannot issue (see ``_warps``).
+        width = min(align, alignment((d,)), alignment((dv,)))
+        self.whole_vectors = width * k.element_size() >= 16
         self.strides = (
-            *q.stride()[:2], *ks, *vs, *out.o.stride()[:2], *out.lse.stride(), stride_table
+            *q.stride()[:2], *[s // align for s in (*ks, *vs)], *out.o.stride()[:2],
+            *out.lse.stride(), stride_table,
         )  # fmt: skip
         self.out_strides = (*out.o.stride()[:2], *out.lse.stride())
         self.left, self.right = left or 0, right or 0
@@ -360,7 +374,7 @@ class _Call:
             ("HAS_K_SCALE", _scale_kind(extras.k_scale) > 0),
             ("HAS_V_SCALE", _scale_kind(extras.v_scale) > 0),
             ("PAGE_SIZE", spec.page_size or 0), ("SHARE_KV", self.share),
-            ("SAME_STRIDES", ks == vs), ("SHORT_ROWS", short_rows),
+            ("SAME_STRIDES", ks == vs), ("SHORT_ROWS", short_rows), ("KV_ALIGN", align),
             ("COMPUTE", COMPUTE[formats.compute]), ("FP8", formats.fp8), ("FP8_Q", formats.fp8_q),
             ("ROW_SCALE", formats.row_scale),
         )  # fmt: skip
@@ -369,6 +383,15 @@ class _Call:
             self._bind_split(plan, features, flags, extras)
         if plan.prefills:
             self._bind_prefill(plan, features, flags)
+
+    def _warps(self, config: SplitConfig | PrefillConfig) -> int:
+        """Warps per program: two where warpgroup products cannot be trusted.
+
+        Triton 3.6 gives wrong values where they read narrow tiles that are not pipelined, seen at
+        head dims 40 and 72 with unaligned strides; two warps cannot issue them.
+        """
+        hopper = self.plan.device.arch >= 90 and config.block_m >= 64
+        return config.warps if self.whole_vectors or not hopper else 2
 
     def _bind_split(self, plan: TritonPlan, features: tuple, flags: tuple, extras: Any) -> None:
         spec, config = plan.spec, plan.split
@@ -384,7 +407,7 @@ class _Call:
         stages = config.stages
         if not self.share:
             stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
-        self.split = _launcher("split", constants, config.warps, stages, False)
+        self.split = _launcher("split", constants, self._warps(config), stages, False)
         self.split_tensors = (plan.items, plan.part_acc, plan.part_ml, self.table)
         self.split_at = tuple([x.data_ptr() for x in self.split_tensors])
         self.split_numbers = (plan.part_rows, self.left, self.right, self.k_step, self.v_step)
@@ -422,7 +445,7 @@ class _Call:
             ("BLOCK_B", min(max(_next_power_of_2(batch.num_seqs + 1), 16), 1024)),
             ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
         )  # fmt: skip
-        self.prefill = _launcher("prefill", constants, config.warps, config.stages, False)
+        self.prefill = _launcher("prefill", constants, self._warps(config), config.stages, False)
         self.units = spec.num_heads // self.pack
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
         self.prefill_tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table)

@@ -20,6 +20,7 @@ from .primitives import (
     NEG_INF,
     add_sink,
     attend,
+    full_strides,
     key_range,
     load_query,
     natural_lse,
@@ -44,7 +45,8 @@ def find_sequence(cu_q_ptr, tile, num_seqs, PACK: tl.constexpr, BLOCK_M: tl.cons
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "total_q", "num_tiles", "left", "right", "short_rows", "k_scale_step",
-        "v_scale_step",
+        "v_scale_step", "stride_kp", "stride_kn", "stride_kh", "stride_vp", "stride_vn",
+        "stride_vh",
     ]
 )  # fmt: skip
 def _prefill_fwd_kernel(
@@ -62,7 +64,7 @@ def _prefill_fwd_kernel(
     HAS_ALIBI: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    SHORT_ROWS: tl.constexpr,
+    SHORT_ROWS: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
     SKIP_SHORT: tl.constexpr, PHASES: tl.constexpr, HEADS_INNER: tl.constexpr,
     PACK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,6 +131,12 @@ def _prefill_fwd_kernel(
     pos_last = tl.minimum((first + BLOCK_M - 1) // PACK, q_len - 1) + kv_len - q_len
     key_lo, key_hi = key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
     lo = key_lo // BLOCK_N * BLOCK_N
+    stride_kp, stride_kn, stride_kh = full_strides(
+        stride_kp, stride_kn, stride_kh, KV_ALIGN, SHORT_ROWS
+    )
+    stride_vp, stride_vn, stride_vh = full_strides(
+        stride_vp, stride_vn, stride_vh, KV_ALIGN, SHORT_ROWS
+    )
     k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn
     v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn
     table = table_ptr + b.to(tl.int64) * stride_table

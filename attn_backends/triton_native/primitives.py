@@ -59,6 +59,15 @@ def load_rows(ptr, offsets, keep, LANE: tl.constexpr, LANES: tl.constexpr, WIDTH
 
 
 @triton.jit
+def full_strides(stride_p, stride_n, stride_h, KV_ALIGN: tl.constexpr, SHORT_ROWS: tl.constexpr):
+    """Strides given in units of KV_ALIGN elements, so that the compiler knows their alignment."""
+    stride_n = stride_n if SHORT_ROWS else stride_n.to(tl.int64)
+    return (
+        stride_p.to(tl.int64) * KV_ALIGN, stride_n * KV_ALIGN, stride_h.to(tl.int64) * KV_ALIGN
+    )  # fmt: skip
+
+
+@triton.jit
 def load_pages(table_ptr, start, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Page ids of the keys from ``start`` on: one if a page holds a whole tile, else [BLOCK_N]."""
     if PAGE_SIZE % BLOCK_N == 0:
@@ -261,7 +270,7 @@ def load_query(q_ptr, offsets, keep, D: tl.constexpr, D0: tl.constexpr, D1: tl.c
     """Query tiles in the compute dtype, and the factor [ROWS] that undoes their scaling.
 
     Keys in e4m3 are exact in fp16 but bf16 queries may exceed its range: each row is then divided
-    by its largest magnitude.
+    by the power of two below its largest magnitude, which loses no bits.
     """
     rows: tl.constexpr = offsets.shape[0]
     x0 = load_rows(q_ptr, offsets, keep, 0, D0, D, True)
@@ -272,6 +281,7 @@ def load_query(q_ptr, offsets, keep, D: tl.constexpr, D0: tl.constexpr, D1: tl.c
         if D1 > 0:
             x1 = load_rows(q_ptr, offsets, keep, D0, D1, D, True).to(tl.float32)
             factor = tl.maximum(factor, tl.max(tl.abs(x1), 1))
+        factor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = tl.where(factor > 0.0, factor, 1.0)
         q0 = (x0 / factor[:, None]).to(COMPUTE)
         q1 = q0
