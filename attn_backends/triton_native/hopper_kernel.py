@@ -14,8 +14,7 @@ tiles with and without them. Values past the last key are zeroed in shared memor
 probability of 0 times NaN is NaN.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: Triton reads the types of the strides as objects.
 from .hopper_compat import fence_async_shared, gl, gluon, mbarrier
 from .hopper_consumer import consume
 from .hopper_parts import RING, RING_FIELDS, Config, Shared
