@@ -193,6 +193,7 @@ class FlashAttention3(FlashBuild):
         paged = not self.takes_dense_keys(spec, options)
         if paged and self.whole_tiles(spec) and not options.finite_cache:
             common.update(self._skip_unused_slots(work))
+        mla, fp8 = is_mla(spec), spec.dtype in FP8_DTYPES
         scales = FixedScales(batch.num_seqs, spec.num_kv_heads, batch.device)
         dense = DenseKeysOfPlan(work, spec)
 
@@ -200,9 +201,9 @@ class FlashAttention3(FlashBuild):
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
         ) -> tuple[torch.Tensor, torch.Tensor]:
             arguments = dict(common)
-            if is_mla(spec):
+            if mla:
                 q, k, v, arguments["qv"] = split_latent(q, k, v)
-            if spec.dtype in FP8_DTYPES:
+            if fp8:
                 arguments["k_descale"] = scales.of("k", extras.k_scale)
                 arguments["v_descale"] = scales.of("v", extras.v_scale)
             if paged:
@@ -214,7 +215,9 @@ class FlashAttention3(FlashBuild):
                 arguments["cu_seqlens_k"] = keys.cu_seqlens
                 arguments["max_seqlen_k"] = max(batch.max_seqlen_k, 1)
                 o, lse = self._ragged(q, k, v, arguments)
-            return o[..., : spec.dv], lse.transpose(0, 1)  # lse [H, T]
+            if o.shape[-1] != spec.dv:
+                o = o[..., : spec.dv]
+            return o, lse.transpose(0, 1)  # lse [H, T]
 
         return call
 

@@ -168,10 +168,9 @@ class FlashAttentionBackend(AdapterBackend):
         if plan.call is None:
             return no_keys(q, self.spec, out)
         values = k[..., : self.spec.dv] if v is None else v
-        with torch.no_grad():
-            rows = kernel_query(take_rows(q, plan.work), self.spec)
-            o, lse = plan.call(rows, k, values, extras)
-            return restore(o, lse, plan.work, q.shape[0], out)
+        rows = kernel_query(take_rows(q, plan.work), self.spec)
+        o, lse = plan.call(rows, k, values, extras)
+        return restore(o, lse, plan.work, q.shape[0], out)
 
 
 def candidates(options: FlashAttentionOptions, device: torch.device | None) -> list[FlashBuild]:
