@@ -185,7 +185,10 @@ class AttentionBackend(ABC):
         """
         if getattr(plan, "backend", None) is not self:
             self._check_plan(plan)
-        check_qkv(q, k, v, plan)
+        layout = _layout(q, k, v)
+        if layout is None or layout not in plan.checked or plan.check_always:
+            check_qkv(q, k, v, plan)
+            plan.checked.add(layout)
         check_extras(plan, sinks, alibi_slopes, mask, k_scale, v_scale)
         state = None
         if out is not None:
@@ -250,6 +253,21 @@ class AttentionBackend(ABC):
         Writes into ``out`` if given; allocates otherwise. Keys beyond ``seqlens_k`` must not be
         read into the result, and rows of no sequence get ``o = 0``, ``lse = -inf``.
         """
+
+
+def _layout(q: Any, k: Any, v: Any) -> tuple[Any, ...] | None:
+    """Everything that checks of q, k and v look at, as a key; None if they need a closer look."""
+    try:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            return None
+        own = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device)
+        if v is None:
+            return own
+        if v.requires_grad and torch.is_grad_enabled():
+            return None
+        return (*own, v.shape, v.stride(), v.dtype, v.device)
+    except AttributeError:  # not tensors
+        return None
 
 
 __all__ = ["AttentionBackend", "BackendOptions", "RunExtras"]

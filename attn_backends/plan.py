@@ -10,6 +10,7 @@ import torch
 from .batch import Batch
 from .capacity import Capacity
 from .errors import InvalidInputError
+from .validation import deep_checks
 
 if TYPE_CHECKING:
     from .backend import AttentionBackend
@@ -36,6 +37,9 @@ class Plan:
         self.spec = backend.spec
         self.batch = batch
         self.capacity = capacity
+        #: Layouts of q, k, v that were found to fit; a layer after the first pays one look-up.
+        self.checked: set[object] = set()
+        self.check_always = deep_checks()
 
     def update(self, batch: Batch) -> None:
         """Refill the fixed buffers with another batch, before a graph replay.

@@ -15,6 +15,7 @@ from ..capacity import Capacity
 from ..errors import Reason
 from ..output import AttentionOutput
 from ..plan import Plan
+from ..spec import AttentionSpec
 
 #: Widest head the kernels keep in registers and shared memory.
 MAX_HEAD_DIM = 576
@@ -42,6 +43,10 @@ class TritonOptions(BackendOptions):
 
     short_rows: int | None = Field(default=None, ge=0, le=2**31 - 1)
     """For tuning: queries of at most this many tokens times group take the split kernel."""
+
+    hopper: bool | None = None
+    """Take the warp-specialised prefill of Hopper: None where it can, True always (calls that it
+    cannot do are refused), False never."""
 
     pdl: bool = True
     """Let the merge kernel start early on Hopper and newer (programmatic dependent launch)."""
@@ -83,6 +88,21 @@ class TritonBackend(AttentionBackend):
             text = f"{type(error).__name__}: {error}"
             return [Reason("triton", text, ">=3.6", "pip install triton")]
         return []
+
+    @classmethod
+    def extra_reasons(
+        cls,
+        spec: AttentionSpec,
+        phase: str | None,
+        device: torch.device | None,
+        options: BackendOptions | None,
+    ) -> list[Reason]:
+        """What stands against the Hopper prefill, if the options insist on it."""
+        if not isinstance(options, TritonOptions) or not options.hopper or phase == "decode":
+            return []
+        from .hopper_prefill import hopper_reasons
+
+        return hopper_reasons(spec, device)
 
     def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:
         from .plan import TritonPlan

@@ -243,6 +243,7 @@ def hopper_work(
     total_q: int,
     causal: bool,
     window: tuple[int | None, int | None] | None = None,
+    skip: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The work list of a step; pass it to every ``hopper_prefill`` with the same variant.
@@ -257,6 +258,7 @@ def hopper_work(
         total_q: Rows of the queries, T.
         causal: As given to ``hopper_prefill``.
         window: As given to ``hopper_prefill``.
+        skip: Leave out sequences of at most this many queries.
         out: A list to refill, as before the replay of a captured graph.
     """
     from .hopper_work import work_list
@@ -265,7 +267,8 @@ def hopper_work(
     with _on(seqlens_k.device):
         return work_list(
             cu_seqlens_q, seqlens_k, cu_seqlens_k, total_q=total_q, tile=variant.tile,
-            block_n=variant.block_n, left=left, right=right, out=out,
+            block_n=variant.block_n, left=left, right=right, skip=skip,
+            out=out,
         )  # fmt: skip
 
 

@@ -25,13 +25,17 @@ _UNBOUNDED = 2**30
 
 
 @triton.jit
-def _sequence(cu_q_ptr, kv_len_ptr, b, num_seqs, total_q):
-    """Start, query count and key count of sequences; ``num_seqs`` itself is the rows left over."""
+def _sequence(cu_q_ptr, kv_len_ptr, b, num_seqs, total_q, skip):
+    """Start, query count and key count of sequences; ``num_seqs`` itself is the rows left over.
+
+    Sequences of at most ``skip`` queries are somebody else's, and count as empty.
+    """
     start = tl.load(cu_q_ptr + b, mask=b <= num_seqs, other=0)
     end = tl.load(cu_q_ptr + b + 1, mask=b < num_seqs, other=0)
     end = tl.where(b < num_seqs, end, total_q)
     kv_len = tl.load(kv_len_ptr + b, mask=b < num_seqs, other=0)
     q_len = tl.where(b <= num_seqs, tl.maximum(end - start, 0), 0)
+    q_len = tl.where((b < num_seqs) & (q_len <= skip), 0, q_len)
     return start, q_len, kv_len
 
 
@@ -61,15 +65,15 @@ def _tiles_from(
     return tl.where(value == 0, (q_len + TILE - 1) // TILE, above)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "total_q", "right", "cap"])
+@triton.jit(do_not_specialize=["num_seqs", "total_q", "right", "cap", "skip"])
 def _work_list_kernel(
     work_ptr, cu_q_ptr, kv_len_ptr, cu_k_ptr,
-    num_seqs, total_q, right, cap,
+    num_seqs, total_q, right, cap, skip,
     TILE: tl.constexpr, BLOCK_N: tl.constexpr, HAS_RIGHT: tl.constexpr, PAGED: tl.constexpr,
     HEADER: tl.constexpr, FIELDS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
-    start, q_len, kv_len = _sequence(cu_q_ptr, kv_len_ptr, b, num_seqs, total_q)
+    start, q_len, kv_len = _sequence(cu_q_ptr, kv_len_ptr, b, num_seqs, total_q, skip)
     tiles = (q_len + TILE - 1) // TILE
     offset = kv_len - q_len
     base = b
@@ -86,7 +90,7 @@ def _work_list_kernel(
         rank = i - tiles + _tiles_from(value, q_len, kv_len, right, cap, TILE, BLOCK_N, HAS_RIGHT)
         for b0 in range(0, num_seqs + 1, BLOCK_B):
             other = b0 + tl.arange(0, BLOCK_B)
-            _, other_q, other_k = _sequence(cu_q_ptr, kv_len_ptr, other, num_seqs, total_q)
+            _, other_q, other_k = _sequence(cu_q_ptr, kv_len_ptr, other, num_seqs, total_q, skip)
             other_q = other_q[None, :]
             other_k = other_k[None, :]
             above = _tiles_above(
@@ -107,7 +111,7 @@ def _work_list_kernel(
         entries = 0
         for b0 in range(0, num_seqs + 1, BLOCK_B):
             other = b0 + tl.arange(0, BLOCK_B)
-            _, other_q, _ = _sequence(cu_q_ptr, kv_len_ptr, other, num_seqs, total_q)
+            _, other_q, _ = _sequence(cu_q_ptr, kv_len_ptr, other, num_seqs, total_q, skip)
             entries += tl.sum((other_q + TILE - 1) // TILE, 0)
         tl.store(work_ptr, entries)
         tl.store(work_ptr + 1, 0)
@@ -128,6 +132,7 @@ def work_list(
     block_n: int,
     left: int | None = None,
     right: int | None = None,
+    skip: int = 0,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """List the query tiles of a batch, longest first, without a sync.
@@ -141,6 +146,7 @@ def work_list(
         block_n: Keys per key tile.
         left: Keys seen before a token's position; None is unbounded.
         right: Keys seen after it; 0 if causal, None is unbounded.
+        skip: Leave out sequences of at most this many queries; their rows stay unwritten.
         out: A list to refill, for example one that a captured graph reads.
 
     Returns:
@@ -159,7 +165,7 @@ def work_list(
     grid = (num_seqs + 1, max(1, min(per_program, 64)))
     _work_list_kernel[grid](
         out, cu_seqlens_q, seqlens_k, cu_seqlens_k if cu_seqlens_k is not None else seqlens_k,
-        num_seqs, total_q, 0 if right is None else right, cap,
+        num_seqs, total_q, 0 if right is None else right, cap, skip,
         TILE=tile, BLOCK_N=block_n, HAS_RIGHT=right is not None, PAGED=cu_seqlens_k is None,
         HEADER=HEADER, FIELDS=FIELDS, BLOCK_E=_BLOCK_E, BLOCK_B=_BLOCK_B,
     )  # fmt: skip

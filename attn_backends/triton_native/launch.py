@@ -27,10 +27,12 @@ def is_interpreted(kernel: Any) -> bool:
 
 
 def _hooked() -> bool:
+    """Whether somebody, such as a profiler, asked to be called around launches."""
     if knobs is None:
         return True
-    runtime = knobs.runtime
-    return runtime.launch_enter_hook is not None or runtime.launch_exit_hook is not None
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    # A hook is a chain of calls in Triton 3.6 and later, None or a function before.
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 class Launcher:

@@ -12,6 +12,8 @@ import triton.language as tl
 from ..backend import RunExtras
 from ..batch import Batch
 from ..capacity import Capacity
+from ..errors import Reason, UnsupportedCallError
+from ..merge import apply_sinks
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
@@ -169,6 +171,36 @@ class TritonPlan(Plan):
             self.prefills = rows > self.short_rows
         # Rows after the last sequence are filled by one of the two kernels.
         self.pad_rows = not self.exact and not self.prefills
+        self.hopper = self._hopper_variant() if self.prefills else None
+        self.hopper_work: torch.Tensor | None = None
+
+    def _hopper_variant(self) -> Any:
+        """The warp-specialised variant for this batch, or None where the plain kernel runs."""
+        spec, batch, device = self.spec, self.batch, self.device
+        if device.arch != 90 or device.interpreted or self.backend.options.hopper is False:
+            return None
+        if self.backend.options.prefill_config is not None:  # a tuning run of the plain kernel
+            return None
+        from .hopper_prefill import choose_variant, hopper_reasons
+
+        if hopper_reasons(spec):
+            return None
+        return choose_variant(
+            head_dim=spec.head_dim, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads,
+            max_seqlen_q=batch.max_seqlen_q, total_q=batch.total_q, num_seqs=batch.num_seqs,
+            num_sms=device.processors,
+        )  # fmt: skip
+
+    def _list_hopper_work(self) -> None:
+        from .hopper_prefill import hopper_work
+
+        batch, spec = self.batch, self.spec
+        self.hopper_work = hopper_work(
+            self.hopper, cu_seqlens_q=batch.cu_seqlens_q, seqlens_k=batch.seqlens_k,
+            cu_seqlens_k=batch.cu_seqlens_k, total_q=batch.total_q, causal=spec.causal,
+            window=spec.window, skip=self.short_rows // spec.group_size if self.splits else 0,
+            out=self.hopper_work,
+        )  # fmt: skip
 
     def _short_rows(self, options: Any, rows: int) -> int:
         spec, batch = self.spec, self.batch
@@ -221,6 +253,8 @@ class TritonPlan(Plan):
         if self.mask_indptr is not None and batch.mask_indptr is None:
             q_lens = batch.cu_seqlens_q.diff().long()
             torch.cumsum(q_lens * batch.seqlens_k, 0, out=self.mask_indptr[1:])
+        if self.hopper is not None:
+            self._list_hopper_work()
         if not self.splits:
             return
         config, left = self.split, spec.bounds[0]
@@ -268,7 +302,7 @@ class TritonPlan(Plan):
             share = v.stride() == k.stride()
         key = (
             q.stride(), k.stride(), v.stride(), out.o.stride(), out.lse.stride(), out.o.dtype,
-            q.dtype, k.dtype, share, extras.sinks is None, _scale_kind(extras.k_scale),
+            q.shape[0], q.dtype, k.dtype, share, extras.sinks is None, _scale_kind(extras.k_scale),
             _scale_kind(extras.v_scale),
         )  # fmt: skip
         call = self._prepared.get(key)
@@ -379,10 +413,12 @@ class _Call:
             ("ROW_SCALE", formats.row_scale),
         )  # fmt: skip
         self.split = self.merge = self.prefill = None
+        self.hopper = False
         if plan.splits:
             self._bind_split(plan, features, flags, extras)
         if plan.prefills:
             self._bind_prefill(plan, features, flags)
+            self._bind_hopper(plan, q, k, v, extras)
 
     def _warps(self, config: SplitConfig | PrefillConfig) -> int:
         """Warps per program: two where warpgroup products cannot be trusted.
@@ -454,6 +490,44 @@ class _Call:
             self.left, self.right, plan.short_rows, self.k_step, self.v_step
         )  # fmt: skip
 
+    def _bind_hopper(
+        self, plan: TritonPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
+    ) -> None:
+        """Decide whether tensors laid out like these take the warp-specialised kernel."""
+        insist = plan.backend.options.hopper
+        if plan.hopper is None and not insist:
+            return
+        from .hopper_prefill import hopper_prefill, hopper_reasons
+
+        reasons = hopper_reasons(plan.spec, q.device, q, k, v)
+        if extras.sinks is not None and plan.splits:
+            # The split kernel has sinks in its rows already; a merge would count them twice.
+            reasons.append(Reason("sinks", "given", "None beside short queries"))
+        if q.shape[0] != plan.batch.total_q:
+            reasons.append(Reason("q.shape[0]", str(q.shape[0]), f"total_q={plan.batch.total_q}"))
+        if reasons and insist:
+            text = "; ".join(map(str, reasons))
+            message = f"triton with hopper=True cannot do this call: {text}"
+            raise UnsupportedCallError(message, backend="triton", reasons=reasons)
+        self.hopper = not reasons
+        self.run_hopper = hopper_prefill
+
+    def _launch_hopper(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput,
+        extras: RunExtras,
+    ) -> None:  # fmt: skip
+        plan, spec = self.plan, self.plan.spec
+        batch = plan.batch
+        self.run_hopper(
+            q, k, v, cu_seqlens_q=batch.cu_seqlens_q, seqlens_k=batch.seqlens_k,
+            cu_seqlens_k=batch.cu_seqlens_k, page_table=batch.page_table,
+            max_seqlen_q=batch.max_seqlen_q, scale=spec.scale, causal=spec.causal,
+            window=spec.window, softcap=spec.softcap, o=out.o, lse=out.lse, variant=plan.hopper,
+            work=plan.hopper_work,
+        )  # fmt: skip
+        if extras.sinks is not None:
+            apply_sinks(out, extras.sinks, out=out)
+
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput,
         extras: RunExtras,
@@ -487,7 +561,9 @@ class _Call:
                 self.split, self.split_grid, at + self.split_at + options_at,
                 numbers + self.split_numbers, self.key, (*common, *self.split_tensors, *options),
             )  # fmt: skip
-        if self.prefill is not None:
+        if self.hopper and not (at[0] | at[1] | at[2]) & 15:
+            self._launch_hopper(q, k, v, out, extras)
+        elif self.prefill is not None:
             tiles = q.shape[0] * self.pack // plan.prefill.block_m + batch.num_seqs + 1
             _launch(
                 self.prefill, (tiles * self.units, 1, 1), at + self.prefill_at + options_at,
