@@ -89,8 +89,9 @@ def _merge_pair_kernel(
     e_b = tl.exp(lse_b - peak)
     total = e_a + e_b
     empty = total == 0.0
-    w_a = tl.where(empty, 0.0, e_a / total)
-    w_b = tl.where(empty, 0.0, e_b / total)
+    # Rounded to nearest: with an approximate quotient the weights may sum to more than 1.
+    w_a = tl.where(empty, 0.0, tl.div_rn(e_a, total))
+    w_b = tl.where(empty, 0.0, tl.div_rn(e_b, total))
     lse = peak + tl.log(total)
 
     width: tl.constexpr = HEAD_DIM // VEC
@@ -243,7 +244,7 @@ def _merge_many_kernel(
                     state, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
                 )
                 lse = _read_lse(lse_0_ptr + at + at_lse_in, known)
-                w = tl.where(total == 0.0, 0.0, tl.exp(lse - shift) / total)  # [ROWS]
+                w = tl.where(total == 0.0, 0.0, tl.div_rn(tl.exp(lse - shift), total))  # [ROWS]
                 at = _jump(state, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
                 o_i = tl.load(
                     o_0_ptr + (at + at_in[:, None]) * VEC + columns[None, :],

@@ -135,7 +135,8 @@ def assert_merged() -> Callable[..., None]:
     """``assert_merged(result, oracle_result, states)``: within the precision that is promised.
 
     float32: 1e-6 of the mass of the summands. Half types: one unit in the last place of the
-    correctly rounded result. LSE: 1e-6 beyond the rounding of float32 itself.
+    correctly rounded result, or the float32 bound where summands cancel and that unit is smaller.
+    LSE: 1e-6 beyond the rounding of float32 itself.
     """
 
     def check(result: Any, expected: Any, states: list[tuple[Any, Any]]) -> None:
@@ -146,13 +147,12 @@ def assert_merged() -> Callable[..., None]:
         close = (lse.double() - lse_64).abs() <= slack
         same = (lse.double() == lse_64) | (lse.isnan() & lse_64.isnan())
         assert bool((close | same).all()), f"lse off by {(lse.double() - lse_64).abs().max()}"
-        if o.dtype == torch.float32:
-            mass = sum(weight(lse_i, lse_64) * zero_nan(o_i) for o_i, lse_i in states)
-            error = (o.double() - o_64).abs()
-            assert bool((error <= 1e-6 * mass + 1e-30).all()), f"o off by {error.max()}"
-        else:
-            right = o_64.to(o.dtype)
-            assert int(ulps(o, right).max() if o.numel() else 0) <= 1
+        mass = sum(weight(lse_i, lse_64) * zero_nan(o_i) for o_i, lse_i in states)
+        error = (o.double() - o_64).abs()
+        fits = error <= 1e-6 * mass + 1e-30
+        if o.dtype != torch.float32:
+            fits |= ulps(o, o_64.to(o.dtype)) <= 1
+        assert bool(fits.all()), f"o off by {error[~fits].max()}"
 
     return check
 
