@@ -12,15 +12,9 @@ medians. The ratio to a peer is printed only if both answers are right.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import importlib.metadata
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +24,9 @@ from ..triton_native.backend import TritonBackend, TritonOptions
 from .attention_cases import Case, Inputs, cases
 from .attention_peers import peers
 from .graph_timer import Times, Variant, capture, measure
+from .report import save
 
-PACKAGES = ("flashinfer-python", "flash-attn", "flash_attn_3", "vllm", "sglang")
+MODULE = "attn_backends.bench.attention"
 
 
 def ours(x: Inputs, options: TritonOptions | None = None) -> Callable[[int], Any]:
@@ -66,6 +61,8 @@ def run_case(case: Case, with_peers: bool, only: set[str] | None, rounds: int) -
     x = Inputs(case)
     want = reference(x)
     makers: dict[str, Callable[[], Callable[[int], Any]]] = {"triton": lambda: ours(x)}
+    if case.bench in ("prefill", "extend"):
+        makers["triton-plain"] = lambda: ours(x, TritonOptions(hopper=False))
     if with_peers:
         makers |= {k: v for k, v in peers(x).items() if only is None or k in only}
     variants, errors = [], {}
@@ -138,42 +135,6 @@ def host_times(case: Case) -> list[dict[str, Any]]:
     return rows
 
 
-def _command(*words: str) -> str:
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except Exception as error:
-        return f"unknown: {error}"
-
-
-def meta() -> dict[str, Any]:
-    """What a results file says of how it came to be."""
-    import triton
-
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "command": " ".join(["python -m attn_backends.bench.attention", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": _command("git", "rev-parse", "--short", "HEAD"),
-        "packages": versions,
-    }
-
-
-def save(path: str | None, rows: list[dict[str, Any]]) -> None:
-    """Write a results file; called after every point, so that an interrupted run keeps its rows."""
-    if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps({"meta": meta(), "rows": rows}, indent=1))
-
-
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
     given = {
         "num_heads": args.heads, "num_kv_heads": args.kv_heads, "head_dim": args.head_dim,
@@ -216,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 
         rows: list[dict[str, Any]] = []
         for bench in args.bench or ["decode", "prefill", "mla"]:
-            tune(_selected(bench, args), rows, args.workers, lambda: save(args.json, rows))
+            tune(_selected(bench, args), rows, args.workers, lambda: save(args.json, MODULE, rows))
         return 0
     rows = []
     bench = "decode" if args.what == "host" else args.what
@@ -233,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{case.label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        save(args.json, rows)
+        save(args.json, MODULE, rows)
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,16 +20,19 @@ PACKAGES = (
 
 
 def meta(module: str) -> dict[str, Any]:
-    """Command, date, device and versions of a run of ``python -m module``."""
+    """Command, date, device and versions of a run of ``python -m module``.
+
+    ``GIT_COMMIT`` names the commit where the code runs outside its repository.
+    """
     versions = {name: _version(name) for name in (*PACKAGES, "triton")}
     return {
         "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "driver": _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "torch": torch.__version__,
         "triton": versions.pop("triton"),
-        "commit": _command("git", "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("GIT_COMMIT") or _command("git", "rev-parse", "--short", "HEAD"),
         "packages": {name: version for name, version in versions.items() if version},
     }
 
