@@ -119,7 +119,7 @@ def choose(facts: MergeFacts, path: str | None) -> MergePath:
 
 
 def _first_without_reason(facts: MergeFacts) -> MergePath:
-    passed = []
+    passed: list[str] = []
     if facts.device.type != "cuda":  # the interpreter is for tests: taken only when asked for
         return MergePath("torch", f"device={facts.device.type}; cuda and triton need a GPU")
     for path in PATHS:

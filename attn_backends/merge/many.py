@@ -131,7 +131,7 @@ def _make_plan(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> M
     check_many(os, lses, out, counts)
     first = os[0]
     out_o, out_lse = (None, None) if out is None else out
-    dtype = first.dtype if out is None else out_o.dtype
+    dtype = first.dtype if out_o is None else out_o.dtype
     choice = dispatch.choose(_facts(os, out_o, dtype), path)
     launch: Callable[..., None] | None = None
     if first.shape[0] and first.shape[1]:

@@ -47,7 +47,7 @@ typedef long long i64;
 
 struct Vec { u32 x, y, z, w; };
 
-// ---- memory ----------------------------------------------------------------------------------
+// ---- hardware: memory and number formats (tests replace this part to run on a CPU) ------------
 
 __device__ __forceinline__ Vec load_vec(const char* p) {
   Vec v;
@@ -71,13 +71,44 @@ __device__ __forceinline__ float load_lse(const float* p) {
   return v == INF ? -INF : v;
 }
 
-// ---- number formats --------------------------------------------------------------------------
-
 __device__ __forceinline__ float half_to_float(u16 h) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
   return f;
 }
+
+__device__ __forceinline__ u32 pack_half2(float low, float high) {
+  u32 word;
+#if OUT_TYPE == 1
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#endif
+  return word;
+}
+
+#if OUT_TYPE == 3
+__device__ __forceinline__ u32 pack_fp8x4(const float* f) {
+  u16 low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(f[1]), "f"(f[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(f[3]), "f"(f[2]));
+  return (u32)low | (u32)high << 16;
+}
+#endif
+
+// Stores the 32-bit words of one vector in the output type: 1, 2 or 4.
+__device__ __forceinline__ void store_words(char* p, const u32 (&words)[OUT_WORDS]) {
+#if OUT_WORDS == 4
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "l"(p), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+#elif OUT_WORDS == 2
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(words[0]), "r"(words[1]) : "memory");
+#else
+  asm volatile("st.global.u32 [%0], %1;" :: "l"(p), "r"(words[0]) : "memory");
+#endif
+}
+
+// ---- vectors ------------------------------------------------------------------------------
 
 __device__ __forceinline__ void unpack(u32 word, float& low, float& high) {
 #if IN_TYPE == 1
@@ -103,49 +134,19 @@ __device__ __forceinline__ void unpack(const Vec& v, float (&f)[WIDTH]) {
 #endif
 }
 
-__device__ __forceinline__ u32 pack_half2(float low, float high) {
-  u32 word;
-#if OUT_TYPE == 1
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-#else
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-#endif
-  return word;
-}
-
-#if OUT_TYPE == 3
-__device__ __forceinline__ u32 pack_fp8x4(const float* f) {
-  u16 low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(f[1]), "f"(f[0]));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(f[3]), "f"(f[2]));
-  return (u32)low | (u32)high << 16;
-}
-#endif
-
-// Stores one vector's worth of elements, which are 4 to 16 bytes of the output type.
 __device__ __forceinline__ void store_vec(char* p, const float (&f)[WIDTH]) {
-#if OUT_TYPE == 0
-  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "l"(p), "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]) : "memory");
-#else
   u32 words[OUT_WORDS];
 #pragma unroll
   for (int i = 0; i < OUT_WORDS; ++i) {
-#if OUT_TYPE == 3
+#if OUT_TYPE == 0
+    words[i] = __float_as_uint(f[i]);
+#elif OUT_TYPE == 3
     words[i] = pack_fp8x4(f + 4 * i);
 #else
     words[i] = pack_half2(f[2 * i], f[2 * i + 1]);
 #endif
   }
-#if OUT_WORDS == 4
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-               :: "l"(p), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
-#elif OUT_WORDS == 2
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(words[0]), "r"(words[1]) : "memory");
-#else
-  asm volatile("st.global.u32 [%0], %1;" :: "l"(p), "r"(words[0]) : "memory");
-#endif
-#endif
+  store_words(p, words);
 }
 
 // ---- where rows are --------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def _core() -> Any:
         import cuda.core as core
 
         if not hasattr(core, "Program"):
-            import cuda.core.experimental as core  # type: ignore[no-redef]
+            import cuda.core.experimental as core
         from cuda.bindings import nvrtc
 
         nvrtc.nvrtcVersion()  # fails if the library is not installed

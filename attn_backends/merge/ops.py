@@ -53,6 +53,7 @@ def merge_pair(
 def merge_many(os: Any, lses: Any, out: Any, path: Any, counts: Any) -> AttentionOutput:
     """``many.merge`` through the dispatcher."""
     ops = torch.ops.attn_backends
+    args: tuple[Any, ...]
     if isinstance(os, torch.Tensor):
         name, args = "merge_stacked", (os, lses, counts, path)
     else:

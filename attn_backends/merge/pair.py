@@ -146,7 +146,8 @@ def choose_path(o_a: Any, o_b: Any, out: Any, path: str | None) -> MergePath:
         if not isinstance(o, torch.Tensor):
             raise InvalidInputError.of(name, type(o).__name__, "a torch.Tensor")
     out_o = None if out is None else out[0]
-    return dispatch.choose(facts(named, out_o, out_o.dtype if out is not None else o_a.dtype), path)
+    dtype = o_a.dtype if out_o is None else out_o.dtype
+    return dispatch.choose(facts(named, out_o, dtype), path)
 
 
 def layout(x: torch.Tensor) -> tuple[Any, ...]:
@@ -179,7 +180,7 @@ def _make_plan(
     plan = PairPlan(
         path=choice,
         launch=launch,
-        by_address=choice.path != "torch" and o_a.device.type == "cuda",
+        by_address=choice.path == "cuda" or (choice.path == "triton" and o_a.is_cuda),
         fresh_like=dtype == o_a.dtype and o_a.is_contiguous() and lse_a.is_contiguous(),
         shape=o_a.shape,
         dtype=dtype,
@@ -210,7 +211,7 @@ def check_pair(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, out: Any, scale: Any)
         checks.check_out(out, o_a, o_a.shape, scale is not None)
 
 
-def result_dtype(o: torch.Tensor, out: Any, scale: Any) -> torch.dtype:
+def result_dtype(o: torch.Tensor, out: Any, scale: Any) -> Any:
     """Dtype of the result's ``o``."""
     if out is not None:
         return out[0].dtype
@@ -233,10 +234,12 @@ def _launcher(path: str, six: Any, dtype: torch.dtype, named: Any) -> Callable[.
     if path == "triton":
         from . import triton_merge
 
-        return triton_merge.prepare_pair(*six, dtype, is_aligned(named, six[-2]))
+        prepare: Any = triton_merge.prepare_pair
+        return prepare(*six, dtype, is_aligned(named, six[-2]))
     from . import cuda_merge
 
-    return cuda_merge.prepare_pair(*six, dtype)
+    prepare = cuda_merge.prepare_pair
+    return prepare(*six, dtype)
 
 
 def is_aligned(named: Any, out_o: torch.Tensor | None) -> bool:

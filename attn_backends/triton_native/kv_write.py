@@ -147,7 +147,8 @@ def write_kv(
     """
     tokens, heads, dim = k.shape
     has_v = v is not None
-    v_, v_cache_ = (v, v_cache) if has_v else (k, k_cache)
+    v_ = k if v is None else v
+    v_cache_ = k_cache if v_cache is None else v_cache
     dim_v = v_.shape[-1]
     pages, page_size = k_cache.shape[:2]
     block_h = triton.next_power_of_2(heads)

@@ -1,0 +1,191 @@
+"""Run ``merge.cu`` on a CPU: the same source, with its hardware section in plain C++.
+
+Each thread of a block is a coroutine; a barrier gives control back, and a block whose threads do
+not all reach a barrier is an error. One block runs at a time. Loaded by ``test_emulated.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from attn_backends.merge import dispatch, many, nvrtc, pair
+
+COMPILER = shutil.which("g++") or shutil.which("c++")
+
+PRELUDE = r"""
+#include <ucontext.h>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __launch_bounds__(...)
+struct Dim { unsigned x; };
+static Dim threadIdx, blockIdx;
+struct float2 { float x, y; };
+static float2 make_float2(float x, float y) { return {x, y}; }
+static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
+static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
+static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static void atomicMax(unsigned* p, unsigned v) { if (v > *p) *p = v; }
+
+static ucontext_t home, threads[THREADS];
+static char* stacks;
+static bool finished[THREADS];
+static std::function<void()> body;
+static int failure = 0;
+static void __syncthreads() { swapcontext(&threads[threadIdx.x], &home); }
+static void thread_main() {
+  body();
+  finished[threadIdx.x] = true;
+  swapcontext(&threads[threadIdx.x], &home);
+}
+static void run(long grid, std::function<void()> kernel) {
+  const size_t size = 1 << 16;
+  body = kernel;
+  if (!stacks) stacks = (char*)malloc(size * THREADS);
+  for (long block = 0; block < grid; ++block) {
+    blockIdx.x = block;
+    for (int i = 0; i < THREADS; ++i) {
+      finished[i] = false;
+      getcontext(&threads[i]);
+      threads[i].uc_stack.ss_sp = stacks + size * i;
+      threads[i].uc_stack.ss_size = size;
+      threads[i].uc_link = &home;
+      makecontext(&threads[i], thread_main, 0);
+    }
+    for (int done = 0; done < THREADS;) {
+      done = 0;
+      for (int i = 0; i < THREADS; ++i) {
+        threadIdx.x = i;
+        swapcontext(&home, &threads[i]);
+        done += finished[i];
+      }
+      if (done && done < THREADS) { failure = 1; return; }  // some wait at a barrier
+    }
+  }
+}
+"""
+
+HARDWARE = r"""
+static Vec load_vec(const char* p) {
+  if ((uintptr_t)p % 16) failure = 2;
+  Vec v;
+  memcpy(&v, p, 16);
+  return v;
+}
+static float load_lse(const float* p) { return *p == INF ? -INF : *p; }
+static float half_to_float(u16 bits) { _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
+static u32 round_half(float f) {
+#if OUT_TYPE == 1
+  _Float16 h = (_Float16)f;
+  u16 bits;
+  memcpy(&bits, &h, 2);
+  return bits;
+#else
+  u32 u = __float_as_uint(f);
+  return f != f ? 0x7fffu : (u + 0x7fffu + (u >> 16 & 1)) >> 16;
+#endif
+}
+static u32 pack_half2(float low, float high) { return round_half(low) | round_half(high) << 16; }
+static void store_words(char* p, const u32 (&words)[OUT_WORDS]) {
+  if ((uintptr_t)p % sizeof(words)) failure = 2;
+  memcpy(p, words, sizeof(words));
+}
+"""
+
+ENTRY = """
+extern "C" int {name}_emulated(long grid, const i64* a) {{
+  run(grid, [&] {{ {name}({args}); }});
+  return failure;
+}}
+"""
+
+
+def install(monkeypatch: Any, folder: Path) -> None:
+    """Let the ``cuda`` path take CPU tensors and run here.
+
+    Args:
+        monkeypatch: pytest's; undoes it all.
+        folder: Where to compile.
+    """
+    loaded: dict[Any, dict[str, Any]] = {}
+
+    def load_kernels(source: Path, device: Any, names: Any, defines: dict[str, int]) -> Any:
+        key = tuple(sorted(defines.items()))
+        if key not in loaded:
+            library = ctypes.CDLL(str(build(source, names, defines, folder / f"{len(loaded)}")))
+            loaded[key] = {name: library[f"{name}_emulated"] for name in names}
+        return loaded[key]
+
+    def launcher(device: Any, grid: int, threads: int) -> Any:
+        def launch(kernel: Any, *args: Any) -> None:
+            words = [
+                struct.unpack("q", struct.pack("d", x))[0] if isinstance(x, float) else x
+                for x in args
+            ]
+            failure = kernel(ctypes.c_long(grid), (ctypes.c_int64 * len(words))(*words))
+            assert failure == 0, {1: "a divergent barrier", 2: "a misaligned vector"}[failure]
+
+        return launch
+
+    monkeypatch.setattr(nvrtc, "load_kernels", load_kernels)
+    monkeypatch.setattr(nvrtc, "launcher", launcher)
+    monkeypatch.setitem(dispatch._REASONS, "cuda", dispatch._kernel_reasons)
+    monkeypatch.setattr(pair, "_PLANS", {})
+    monkeypatch.setattr(many, "_PLANS", {})
+
+
+def build(source: Path, names: Any, defines: dict[str, int], stem: Path) -> Path:
+    """Compile one specialisation as a shared library."""
+    text = source.read_text()
+    start = text.index("// ---- hardware")
+    end = text.index("// ---- vectors")
+    text = PRELUDE + text[:start] + HARDWARE + text[end:]
+    text += "".join(ENTRY.format(name=name, args=", ".join(arguments(defines))) for name in names)
+    file = stem.with_suffix(".cpp")
+    file.write_text(text)
+    library = stem.with_suffix(".so")
+    flags = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fPIC", "-shared"]
+    flags += ["-fno-gnu-unique"]  # shared memory is static data, which must not be shared so far
+    macros = [f"-D{name}={value}" for name, value in defines.items()]
+    command = [str(COMPILER), *flags, *macros, str(file), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    return library
+
+
+def arguments(defines: dict[str, int]) -> list[str]:
+    """C++ expressions that turn 64-bit words back into a kernel's arguments."""
+    pointer, number = "({})a[{}]", "a[{}]"
+    if not defines["MANY"]:
+        kinds = ["const char*", "const float*", "const char*", "const float*", "char*", "float*"]
+        kinds += ["", "", "", "const float*", "double"] + [""] * (12 * defines["STRIDED"])
+    else:
+        states = ["const char*", "", "const float*", ""]
+        if defines["SEPARATE"]:
+            states = ["const char*"] * 8 + ["const float*"] * 8
+        kinds = [*states, "const void*", "char*", "float*", "", "", ""]
+        kinds += [""] * (8 * defines["STRIDED"])
+    found = []
+    for i, kind in enumerate(kinds):
+        if kind == "double":
+            found.append(f"*(const double*)&a[{i}]")
+        else:
+            found.append(pointer.format(kind, i) if kind else number.format(i))
+    return found
+
+
+__all__ = ["COMPILER", "install"]
