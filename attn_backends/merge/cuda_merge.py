@@ -20,7 +20,7 @@ TILE_TOKENS = 8  # one 32-byte sector of a token-major LSE
 
 
 class Tuning(NamedTuple):
-    """Launch shape of the kernels; the defaults are what measured best on an H200.
+    """Launch shape of the kernels; ``python -m attn_backends.bench.merge sweep`` compares shapes.
 
     Attributes:
         threads: Per block.

@@ -20,7 +20,7 @@ MAX_UNROLL = 8  # states that a program reads without a loop
 
 
 class Tuning(NamedTuple):
-    """Launch shape; the defaults are what measured best on an H200.
+    """Launch shape; ``python -m attn_backends.bench.merge sweep`` compares shapes.
 
     Attributes:
         warps: Per program.
