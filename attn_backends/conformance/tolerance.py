@@ -57,7 +57,7 @@ def emulate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``o [q_len, H, DV]`` and ``lse [q_len, H]`` as a plain low-precision kernel gives them.
 
-    Every product is taken in the compute dtype and rounded where a tensor-core kernel rounds. With
+    Sums run in the compute dtype and are rounded or cut where a tensor-core kernel does so. With
     a softcap, half-precision kernels use the hardware's ``tanh``, whose 11 bits are imitated by a
     rounding to float16.
     """
@@ -65,7 +65,7 @@ def emulate(
     group = spec.num_heads // spec.num_kv_heads
     k = scaled(seq.k, extras.k_scale, dtype).repeat_interleave(group, dim=1)
     v = seq.v.to(dtype).repeat_interleave(group, dim=1)
-    s = torch.einsum("qhd,khd->hqk", seq.q.to(dtype), k) * spec.scale
+    s = _products(spec, seq.q, k, dtype) * spec.scale
     if spec.softcap is not None:
         capped = torch.tanh(s / spec.softcap)
         if spec.dtype.itemsize <= 2:
@@ -92,6 +92,27 @@ def emulate(
         o = o * extras.v_scale.to(dtype).repeat_interleave(group)[None, :, None]
     lse = (m + torch.log2(total))[..., 0].transpose(0, 1) / LOG2_E
     return o.to(spec.out_dtype), lse.float()
+
+
+def _products(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """``q . k`` as ``[H, q_len, kv_len]``; half types as tensor cores sum them.
+
+    They add 16 products at a time to a float32 that is cut, not rounded, so that the error grows
+    with the head dim.
+    """
+    if spec.dtype.itemsize > 2:
+        return torch.einsum("qhd,khd->hqk", q.to(dtype), k)
+    total = torch.zeros(q.shape[1], q.shape[0], k.shape[0], dtype=dtype, device=q.device)
+    for d in range(0, q.shape[2], 16):
+        lanes = slice(d, d + 16)
+        exact = torch.einsum("qhd,khd->hqk", q[..., lanes].double(), k[..., lanes].double())
+        exact = exact + total.double()
+        total = exact.to(dtype)
+        too_far = total.double().abs() > exact.abs()
+        total = torch.where(too_far, torch.nextafter(total, torch.zeros_like(total)), total)
+    return total
 
 
 def expect(spec: AttentionSpec, sequences: list[Sequence], extras: Extras) -> Expected:

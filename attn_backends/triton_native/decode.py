@@ -27,6 +27,7 @@ from .primitives import (
     load_query,
     natural_lse,
     normalise,
+    score_unit,
     store_rows,
 )
 from .schedule import chunk_of, chunk_start
@@ -155,6 +156,7 @@ def _split_fwd_kernel(
     k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn
     v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn
     table = table_ptr + b.to(tl.int64) * stride_table
+    unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
     if C0 == 0:
         acc0, acc1, m, l = attend(  # noqa: E741
             q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
@@ -165,6 +167,7 @@ def _split_fwd_kernel(
             D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
             ROW_SCALE,
         )  # fmt: skip
+        m *= unit
     else:
         last_chunk = tl.where(hi > lo, chunk_of(tl.maximum(hi - 1, 0), C0), -1)
         for chunk in range(chunk_of(lo, C0), last_chunk + 1):
@@ -181,6 +184,7 @@ def _split_fwd_kernel(
                 D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
                 ROW_SCALE,
             )  # fmt: skip
+            m_part *= unit
             if DV1 > 0:
                 acc1, _, _ = fold(acc1, m, l, part1, m_part, l_part)
             acc0, m, l = fold(acc0, m, l, part0, m_part, l_part)  # noqa: E741

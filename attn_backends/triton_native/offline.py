@@ -178,9 +178,10 @@ def report(compiled: Any) -> Report:
 
 
 def _ptxas(arch: int) -> Path:
-    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    newer = folder / "ptxas-blackwell"
-    return newer if arch >= 100 and newer.exists() else folder / "ptxas"
+    """The assembler that this Triton takes for a target."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return Path(get_ptxas(arch).path)
 
 
 __all__ = ["Launch", "Report", "record", "report"]

@@ -177,7 +177,9 @@ class TritonPlan(Plan):
     def _hopper_variant(self) -> Any:
         """The warp-specialised variant for this batch, or None where the plain kernel runs."""
         spec, batch, device = self.spec, self.batch, self.device
-        if device.arch != 90 or device.interpreted or self.backend.options.hopper is False:
+        if batch.device.type != "cuda" or device.arch != 90 or device.interpreted:
+            return None
+        if self.backend.options.hopper is False:
             return None
         if self.backend.options.prefill_config is not None:  # a tuning run of the plain kernel
             return None

@@ -25,6 +25,7 @@ from .primitives import (
     load_query,
     natural_lse,
     normalise,
+    score_unit,
     store_rows,
 )
 
@@ -182,6 +183,7 @@ def _prefill_fwd_kernel(
         ROW_SCALE,
     )  # fmt: skip
 
+    m *= score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
     factor = v_factor
     if HAS_V_SCALE:
         factor *= tl.load(v_scale_ptr + kv_head * v_scale_step)

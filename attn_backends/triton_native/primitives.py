@@ -150,6 +150,7 @@ def attend(
 ):  # fmt: skip
     """Fold the keys [lo, hi), lo a multiple of BLOCK_N, into the state (acc, m, l) of a row tile.
 
+    ``m`` is in units of the scores as they leave this loop: times ``score_unit`` it is in log2.
     Keys outside [key_lo, key_hi) are not read: their slots may hold anything. ``MASKED`` says that
     the range may hold keys that some row does not see. ``scale`` includes log2(e) unless there is
     a softcap, whose unit is natural; ``slope`` includes log2(e).
@@ -187,12 +188,13 @@ def attend(
                 bits = tl.load(mask_rows[:, None] + n[None, :], mask=inside, other=0)
                 see = see & (bits != 0)
             s = tl.where(see, s, NEG_INF)
-        m_new = tl.maximum(m, tl.max(s, 1) * row_scale)
+        m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = m_new
         if MASKED:
             m_safe = tl.where(m_new == NEG_INF, 0.0, m_new)
-        p = tl.exp2(s * row_scale - m_safe[:, None])
-        alpha = tl.exp2(m - m_safe)
+        # The difference first: scaled scores of 1e30 round further apart than exp2 can bridge.
+        p = tl.exp2((s - m_safe[:, None]) * row_scale)
+        alpha = tl.exp2((m - m_safe) * row_scale)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
         m = m_new
         acc0 = acc0 * alpha[:, None]
@@ -215,6 +217,15 @@ def attend(
             # key and value loads nothing to be pipelined behind.
             pages = load_pages(table_ptr, start + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
     return acc0, acc1, m, l
+
+
+@triton.jit
+def score_unit(scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ROW_SCALE: tl.constexpr):
+    """What ``attend`` leaves to be multiplied: the scale, unless it was applied on the way."""
+    if HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE:
+        return 1.0
+    else:
+        return scale
 
 
 @triton.jit
