@@ -99,11 +99,13 @@ class CascadePlan:
         """
         count = len(self.levels)
         keys, values = _per_level("k", k, count), _per_level("v", v, count)
-        scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
         states = []
         for i, (backend, plan) in enumerate(self.levels):
-            own = {"mask": mask} if i == count - 1 else {}
-            states.append(backend.run(q, keys[i], values[i], plan, **scales, **own))
+            own = mask if i == count - 1 else None
+            state = backend.run(
+                q, keys[i], values[i], plan, mask=own, k_scale=k_scale, v_scale=v_scale
+            )
+            states.append(state)
         merged = merge_states(states, out=out)
         return merged if sinks is None else apply_sinks(merged, sinks, out=out)
 
@@ -225,7 +227,7 @@ def _per_level(name: str, value: Any, count: int) -> Sequence[Any]:
         return [value] * count
     if len(value) != count:
         raise InvalidInputError.of(name, f"{len(value)} tensors", f"1 or {count}, the levels")
-    return value
+    return list(value)
 
 
 __all__ = ["CascadePlan", "cascade_attention", "level_specs", "plan_cascade"]

@@ -99,8 +99,9 @@ def _split(parent: PrefixGroup, table: list[list[int]], room: list[int]) -> list
         shared = 0
         if stop - first > 1:
             limit = min(room[first:stop])
-            same = lambda at: len({row[at] for row in table[first:stop]}) == 1  # noqa: B023, E731
-            shared = next((at for at in range(depth, limit) if not same(at)), limit) - depth
+            rows = table[first:stop]
+            ends = (at for at in range(depth, limit) if any(r[at] != rows[0][at] for r in rows))
+            shared = next(ends, limit) - depth
         groups.append(PrefixGroup(first, stop, depth, shared))
         first = stop
     return groups

@@ -15,9 +15,10 @@ from .tuning import TuningRow, load_tuning
 _PYTORCH = ("torch_varlen", "torch_flex", "torch_sdpa", "torch_native")
 _REFERENCE_FIRST = ("torch_native", "torch_sdpa", "torch_flex", "torch_varlen")
 
-#: Order by architecture and phase. Declared from what the libraries publish, not measured here:
-#: a tuning file goes before it. Backends not named come last, so that ``auto`` takes one that
-#: nobody has ranked or measured only when no other can do the call.
+#: Order by architecture and phase. On sm90 it follows docs/results/h200 (decode, prefill, extend:
+#: the libraries called directly beside ``triton``); elsewhere it is declared from what the
+#: libraries publish. A tuning file goes before it. Backends not named come last, so that ``auto``
+#: takes one that nobody has ranked or measured only when no other can do the call.
 SHIPPED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"prefill": _REFERENCE_FIRST, "decode": _REFERENCE_FIRST},
     "sm80": {
@@ -25,8 +26,8 @@ SHIPPED: dict[str, dict[str, tuple[str, ...]]] = {
         "decode": ("flashinfer", "flash_attention", "triton", *_PYTORCH),
     },
     "sm90": {
-        "prefill": ("flash_attention", "flashinfer", "triton", *_PYTORCH),
-        "decode": ("flashinfer", "flash_attention", "triton", *_PYTORCH),
+        "prefill": ("triton", "flash_attention", "flashinfer", *_PYTORCH),
+        "decode": ("triton", "flashinfer", "flash_attention", *_PYTORCH),
     },
     "sm100": {
         "prefill": ("flash_attention", "flashinfer", "triton", *_PYTORCH),

@@ -19,6 +19,7 @@ PRELUDE = """
 import json, sys, time
 start = time.perf_counter()
 import torch
+of_torch = set(sys.modules)  # torch itself loads cuda.bindings where it is installed
 middle = time.perf_counter()
 import attn_backends as ab
 seconds = time.perf_counter() - middle
@@ -111,7 +112,7 @@ for name in ab.__all__:
 everything = time.perf_counter() - middle
 optional = ("triton", "pydantic_settings", "flash_attn", "flashinfer", "transformers", "cuda",
             "yaml", "typer", "rich", "matplotlib", "vllm", "sglang")
-new = [m for m in sys.modules if m.split(".")[0] in optional]
+new = [m for m in set(sys.modules) - of_torch if m.split(".")[0] in optional]
 print(json.dumps([seconds, everything, new, torch.cuda.is_initialized()]))
 """
     )

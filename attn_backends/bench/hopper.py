@@ -490,7 +490,8 @@ def main(arguments: list[str] | None = None) -> int:
     from .hopper_check import groups
 
     meta = {
-        "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M"),
+        "command": " ".join(["python -m attn_backends.bench.hopper", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d %H:%M"),
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
         "triton": triton.__version__,
     }  # fmt: skip

@@ -200,7 +200,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     cuda = device.type == "cuda"
     packages = {name: installed_version(name) for name in PACKAGES}
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _run_command(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name(device) if cuda else "",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -212,6 +212,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
         "packages": {name: version for name, version in packages.items() if version},
     }
+
+
+def _run_command() -> str:
+    """The command that runs, without the paths of this machine."""
+    program = Path(sys.argv[0]).name
+    words = ["python", "-m", __package__] if program == "__main__.py" else [program]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def _output(*command: str) -> str:

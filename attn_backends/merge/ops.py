@@ -8,6 +8,7 @@ functionalising compiler sees every mutation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ def _fresh(o: torch.Tensor, shape: Any, dtype: torch.dtype) -> tuple[torch.Tenso
     return o.new_empty(shape, dtype=dtype), o.new_empty(shape[:-1], dtype=torch.float32)
 
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "merge_pair": (_pair, _pair_fake),
     "merge_pair_out": (_pair_out, _pair_out_fake),
     "merge_pair_": (_pair_inplace, _pair_inplace_fake),

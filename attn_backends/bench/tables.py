@@ -1,0 +1,103 @@
+"""The tables of ``docs/performance.md``, written from the files in ``docs/results``.
+
+``python -m attn_backends.bench.tables docs/performance.md`` rewrites each table between its
+markers, ``<!-- results: PATH -->`` and ``<!-- end of results -->``, from the file at PATH beside
+the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+_TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+_FACTS = ("command", "date", "gpu", "driver", "torch", "triton", "commit")
+
+
+def table(results: dict[str, Any]) -> str:
+    """One results file as Markdown: where it comes from, then its rows."""
+    meta = results["meta"]
+    facts = [f"{name} {meta[name]}" for name in _FACTS[1:] if meta.get(name)]
+    facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items() if version]
+    lines = [f"`{meta['command']}`", "", ", ".join(facts) + ".", ""]
+    rows = results.get("rows", [])
+    if "counts" in results:
+        return "\n".join([*lines, *_counts(results)])
+    return "\n".join([*lines, *(_tests(rows) if rows[0]["bench"] == "tests" else _rows(rows))])
+
+
+def _counts(results: dict[str, Any]) -> list[str]:
+    counts = results["counts"]
+    return _markdown([{"backend": results["backend"], "level": results["level"], **counts}])
+
+
+def _tests(rows: list[dict[str, Any]]) -> list[str]:
+    return _markdown([{"command": f"`{r['command']}`", **_kept(r)} for r in rows])
+
+
+def _kept(row: dict[str, Any]) -> dict[str, Any]:
+    return {k: row[k] for k in ("passed", "failed", "skipped", "seconds") if k in row}
+
+
+def _rows(rows: list[dict[str, Any]]) -> list[str]:
+    if rows[0]["bench"] == "generate":
+        return _markdown([{k: v for k, v in r.items() if k != "bench"} for r in rows])
+    grouped: dict[tuple[str, str, str], dict[str, float]] = {}
+    for r in rows:
+        if not r.get("right", True):
+            continue  # no speed without a right answer
+        key = (r["bench"], _shape(r["case"]), r["mode"])
+        grouped.setdefault(key, {})[r["backend"]] = r["median_us"]
+    names = list(dict.fromkeys(name for times in grouped.values() for name in times))
+    return _markdown(
+        [
+            {
+                "bench": bench,
+                "shape": shape,
+                "mode": mode,
+                **{f"{n}, us": times.get(n, "") for n in names},
+            }
+            for (bench, shape, mode), times in grouped.items()
+        ]
+    )
+
+
+def _shape(case: dict[str, Any]) -> str:
+    if "tokens" in case:
+        text = f"{case['tokens']} tokens, {case['num_heads']} heads, D {case['head_dim']}"
+        extra = [f"{k} {v}" for k, v in case.items() if k in ("states", "layout", "empty") and v]
+        return ", ".join([text, case["dtype"], *extra])
+    text = f"{case['batch']} x {case['q_len']} over {case['kv_len']}"
+    text += " ragged" if case.get("ragged") else ""
+    heads = f"{case['num_heads']}/{case['num_kv_heads']} heads, D {case['head_dim']}"
+    page = case.get("page_size")
+    return f"{text}, {heads}, {f'page {page}' if page else 'ragged keys'}"
+
+
+def _markdown(rows: list[dict[str, Any]]) -> list[str]:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+    return [*lines, *("| " + " | ".join(str(r.get(n, "")) for n in names) + " |" for r in rows)]
+
+
+def rewrite(page: Path) -> str:
+    """The text of a page with every table made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        results = json.loads((page.parent / match[2]).read_text())
+        return f"{match[1]}\n{table(results)}\n\n{match[3]}"
+
+    return _TABLE.sub(made, page.read_text())
+
+
+def main(paths: list[str]) -> None:
+    """Rewrite the tables of each page."""
+    for page in map(Path, paths):
+        page.write_text(rewrite(page))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
