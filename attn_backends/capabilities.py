@@ -52,11 +52,27 @@ class IntSet:
 
     def __str__(self) -> str:
         if self.values:
-            return ", ".join(map(str, self.values))
+            return ", ".join(_runs(self.values))
         if self.multiple_of > 1:
             limit = f" up to {self.high}" if self.high is not None else ""
             return f"multiples of {self.multiple_of}{limit}"
         return f"any >= {self.low}" if self.high is None else f"{self.low}..{self.high}"
+
+
+def _runs(values: tuple[int, ...]) -> list[str]:
+    """Listed values in order, with three or more neighbors as ``low..high``."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    long = 3
+    return [
+        text
+        for run in runs
+        for text in ([f"{run[0]}..{run[-1]}"] if len(run) >= long else map(str, run))
+    ]
 
 
 def _name(dtype: torch.dtype) -> str:
