@@ -105,7 +105,8 @@ def fail(error: Exception, *, as_json: bool) -> NoReturn:
     if as_json:
         print_json({"error": {"type": type(error).__name__, "message": str(error)}})
     else:
-        stderr().print(Text("error: ", style="bold red").append(str(error), style="not bold"))
+        text = Text("error: ", style="bold red").append(str(error), style="not bold")
+        stderr().print(text, soft_wrap=True)  # names and paths are not cut in two
     raise typer.Exit(EXIT_CANNOT_RUN)
 
 

@@ -38,6 +38,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def no_fixed_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test runners set the width of a terminal that nobody looks at."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def cli() -> Callable[..., Answer]:
     app = build_app()
