@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from ..batch import Batch
 from ..spec import AttentionSpec
+from . import call as calls
 from . import plan as planning
 from .backend import TritonBackend, TritonOptions
 
@@ -87,15 +88,15 @@ def _recording(arch: int, processors: int) -> Iterator[list[Launch]]:
                 Launch(self.kernel, self.constants, self.options, tensors, numbers, grid)
             )
 
-    saved = planning.Launcher, planning._device
-    planning._launcher.cache_clear()
-    planning.Launcher = Recorder  # type: ignore[misc, assignment]
-    planning._device = lambda kind, index: planning._Device(arch, processors, False)  # type: ignore
+    saved = calls.Launcher, planning._device
+    calls.launcher_of.cache_clear()
+    calls.Launcher = Recorder
+    planning._device = lambda kind, index: planning._Device(arch, processors, False)
     try:
         yield launches
     finally:
-        planning.Launcher, planning._device = saved  # type: ignore[misc]
-        planning._launcher.cache_clear()
+        calls.Launcher, planning._device = saved
+        calls.launcher_of.cache_clear()
 
 
 def record(
