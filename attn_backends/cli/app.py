@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import typer
 
 #: Modules of this package, in the order of the help text.
-COMMANDS = ("list_backends", "doctor", "explain", "generate", "roofline")
+COMMANDS = ("list_backends", "doctor", "explain", "generate", "roofline", "conform")
 _NEEDS = "attn-backends needs typer and rich: pip install 'attn-backends[cli]'"
 
 
