@@ -4,16 +4,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Without an NVIDIA driver a CPU build of torch is enough; an unpinned torch would fetch a CUDA
 # build of several gigabytes.
-TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.9' || echo 'torch==2.13.0')
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.9' || echo 'torch==2.13.0 triton==3.9.0')
+CONSTRAINTS ?= tests/constraints.txt
 JOBS ?= 2
 
 .PHONY: demo test lint wheel clean
 
-$(VENV)/.installed: pyproject.toml Makefile
+$(VENV)/.installed: pyproject.toml Makefile $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[cli,cuda,transformers,bench,test,dev]'
+	$(BIN)/python -m pip install --quiet $(foreach name,$(TORCH),'$(name)')
+	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) \
+		--editable '.[cli,cuda,transformers,bench,test,dev]'
 	touch $@
 
 demo: $(VENV)/.installed

@@ -142,7 +142,7 @@ class AttentionBackend(ABC):
             raise UnsupportedCallError(
                 f"{self.name}: {reason}", backend=self.name, reasons=[reason]
             )
-        return self._plan(make_buffers(batch, capacity), capacity)
+        return self._plan(make_buffers(batch, capacity, self.spec.page_size), capacity)
 
     def run(
         self,

@@ -100,6 +100,10 @@ class Batch:
         for name in ("cu_seqlens_q", "seqlens_k", "cu_seqlens_k", "page_table"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, index_tensor(name, value, device))
+        if self.mask_indptr is not None:
+            starts = self.mask_indptr
+            index_tensor("mask_indptr", starts, device)
+            object.__setattr__(self, "mask_indptr", starts.to(torch.int64).contiguous())
         if self.cu_seqlens_q.dim() != 1 or self.cu_seqlens_q.shape[0] < 1:
             shape = list(self.cu_seqlens_q.shape)
             raise InvalidInputError.of("cu_seqlens_q.shape", shape, "[B+1]")

@@ -89,7 +89,7 @@ def read() -> dict[str, Any]:
         if (text := os.environ.get(PREFIX + name)) is not None:
             values[name.lower()] = text if name in _NAMES else split_names(text)
     if (text := variable("BATCH_INVARIANT")) is not None:
-        values["batch_invariant"] = _boolean("BATCH_INVARIANT", text)
+        values["batch_invariant"] = boolean("BATCH_INVARIANT", text)
     if (text := variable("MERGE")) is not None:
         values["merge"] = text.lower()
     if (path := variable("TUNING_FILE")) is not None:
@@ -142,7 +142,12 @@ def apply_log_level() -> None:
         logger.addHandler(handler)
 
 
-def _boolean(name: str, text: str) -> bool:
+def boolean(name: str, text: str) -> bool:
+    """Read ``ATTN_BACKENDS_<name>=text`` as on or off.
+
+    Raises:
+        InvalidInputError: It is neither.
+    """
     if text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     raise InvalidInputError.of(PREFIX + name, repr(text), _allowed(name))
@@ -165,6 +170,7 @@ __all__ = [
     "VARIABLES",
     "allowed_plugins",
     "apply_log_level",
+    "boolean",
     "read",
     "snapshot",
     "split_names",

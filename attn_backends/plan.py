@@ -67,6 +67,9 @@ def check_fits(batch: Batch, capacity: Capacity, device: torch.device) -> None:
     """Raise InvalidInputError unless the batch fits the capacity."""
     if batch.device != device:
         raise InvalidInputError.of("batch.device", batch.device, f"{device}, as the plan")
+    if batch.mask_indptr is not None:
+        fix = "under a capacity the starts of masks follow from the lengths"
+        raise InvalidInputError.of("batch.mask_indptr", "given", "None", fix)
     for name in ("num_seqs", "total_q", "max_seqlen_q", "max_seqlen_k"):
         got, most = getattr(batch, name), getattr(capacity, name)
         if got > most:
@@ -74,9 +77,18 @@ def check_fits(batch: Batch, capacity: Capacity, device: torch.device) -> None:
             raise InvalidInputError.of(f"batch.{name}", got, f"0..{most}, the capacity", fix)
 
 
-def make_buffers(batch: Batch, capacity: Capacity) -> Batch:
-    """A batch of fixed buffers of the size of the capacity, filled from ``batch``."""
+def make_buffers(batch: Batch, capacity: Capacity, page_size: int | None) -> Batch:
+    """A batch of fixed buffers of the size of the capacity, filled from ``batch``.
+
+    Raises:
+        InvalidInputError: The batch exceeds the capacity, or its pages hold fewer keys than it
+            promises.
+    """
     check_fits(batch, capacity, batch.device)
+    if page_size is not None and capacity.max_pages * page_size < capacity.max_seqlen_k:
+        need = -(-capacity.max_seqlen_k // page_size)
+        allowed = f">= {need}, to hold max_seqlen_k={capacity.max_seqlen_k}"
+        raise InvalidInputError.of("capacity.max_pages", capacity.max_pages, allowed)
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=batch.device)

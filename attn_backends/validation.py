@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batch import Batch
+from .environment import boolean
 from .errors import InvalidInputError
 from .spec import FP8_DTYPES, AttentionSpec
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 def deep_checks() -> bool:
     """Whether the debug switch asks for checks that read device memory."""
-    return os.environ.get("ATTN_BACKENDS_VALIDATE", "0") not in ("", "0", "false", "off")
+    text = os.environ.get("ATTN_BACKENDS_VALIDATE")
+    return text is not None and boolean("VALIDATE", text.strip())
 
 
 def check_batch(batch: Batch, spec: AttentionSpec) -> None:

@@ -276,6 +276,38 @@ def test_update_needs_a_capacity_and_a_batch_of_the_same_kind():
         plan.update(Batch.from_lengths([1], [1], page_table=[[0]]))
 
 
+def test_a_capacity_has_pages_for_all_the_keys_it_promises():
+    batch = Batch.from_lengths([1], [1], page_table=[[0]])
+    tight = replace(CAPACITY, max_seqlen_k=12, max_pages=2)
+    with pytest.raises(InvalidInputError, match=r"capacity.max_pages=2 \(allowed: >= 3"):
+        Recorder(PAGED).plan(batch, tight)
+    Recorder(RAGGED).plan(Batch.from_lengths([1], [1]), replace(tight, max_pages=0))
+
+
+def test_given_mask_starts_are_refused_where_they_would_be_dropped():
+    lengths = Batch.from_lengths([1], [3])
+    batch = replace(lengths, mask_indptr=torch.tensor([0, 3]))
+    with pytest.raises(InvalidInputError, match="batch.mask_indptr=given"):
+        Recorder(RAGGED).plan(batch, CAPACITY)
+
+
+def test_mask_starts_are_checked_and_kept_in_64_bits():
+    lengths = Batch.from_lengths([1], [3])
+    kept = replace(lengths, mask_indptr=torch.tensor([0, 3], dtype=torch.int32))
+    assert kept.mask_indptr.dtype == torch.int64
+    with pytest.raises(InvalidInputError, match="mask_indptr=torch.float32"):
+        replace(lengths, mask_indptr=torch.tensor([0.0, 3.0]))
+    with pytest.raises(InvalidInputError, match=r"mask_indptr.shape=\[3\]"):
+        replace(lengths, mask_indptr=torch.tensor([0, 3, 4]))
+
+
+@pytest.mark.parametrize("text", ["flase", "2", ""])
+def test_a_debug_switch_that_is_neither_on_nor_off_is_refused(text, monkeypatch):
+    monkeypatch.setenv("ATTN_BACKENDS_VALIDATE", text)
+    with pytest.raises(InvalidInputError, match="ATTN_BACKENDS_VALIDATE"):
+        Recorder(RAGGED).plan(Batch.from_lengths([1], [1]))
+
+
 # Reasons and capabilities
 
 words = st.text(st.characters(categories=("L", "N")), min_size=1, max_size=9)

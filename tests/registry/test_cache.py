@@ -28,8 +28,8 @@ def test_a_repeated_select_takes_less_than_three_microseconds(
         return ab.select(spec, phase="decode", device=device, config=config)
 
     assert ask() is ask()
-    number = 5000
-    best = min(timeit.repeat(ask, number=number, repeat=9)) / number
+    number = 100  # short samples, of which some run undisturbed on a busy machine
+    best = min(timeit.repeat(ask, number=number, repeat=400)) / number
     assert best < 3e-6, f"{best * 1e6:.2f} us"
 
 
