@@ -287,7 +287,7 @@ def test_a_capacity_has_pages_for_all_the_keys_it_promises():
 def test_given_mask_starts_are_refused_where_they_would_be_dropped():
     lengths = Batch.from_lengths([1], [3])
     batch = replace(lengths, mask_indptr=torch.tensor([0, 3]))
-    with pytest.raises(InvalidInputError, match="batch.mask_indptr=given"):
+    with pytest.raises(InvalidInputError, match=r"batch\.mask_indptr=given"):
         Recorder(RAGGED).plan(batch, CAPACITY)
 
 
@@ -295,7 +295,7 @@ def test_mask_starts_are_checked_and_kept_in_64_bits():
     lengths = Batch.from_lengths([1], [3])
     kept = replace(lengths, mask_indptr=torch.tensor([0, 3], dtype=torch.int32))
     assert kept.mask_indptr.dtype == torch.int64
-    with pytest.raises(InvalidInputError, match="mask_indptr=torch.float32"):
+    with pytest.raises(InvalidInputError, match=r"mask_indptr=torch\.float32"):
         replace(lengths, mask_indptr=torch.tensor([0.0, 3.0]))
     with pytest.raises(InvalidInputError, match=r"mask_indptr.shape=\[3\]"):
         replace(lengths, mask_indptr=torch.tensor([0, 3, 4]))
