@@ -41,6 +41,10 @@ SHIPPED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
+#: Where an order of ``SHIPPED`` was measured; the others are declared.
+_MEASURED = {"sm90": "measured on an H200 (docs/results/h200)"}
+
+
 def architecture(device: torch.device) -> str:
     """The key of a device in ``SHIPPED``; asks the driver if it is a CUDA device."""
     if device.type != "cuda":
@@ -121,7 +125,8 @@ def ranking(
     """
     key = architecture(device)
     shipped = SHIPPED[key][phase]
-    source = f"shipped ranking for {key}, declared, not measured"
+    how = _MEASURED.get(key, "declared, not measured")
+    source = f"shipped ranking for {key}, {how}"
     row = None
     if tuning_file is not None:
         name, bucket = device_name(device), shape_bucket(spec)

@@ -485,17 +485,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.warm_share:
         warm_share(args.sets, args.warm_share)
         return 0
-    import triton
-
     from .hopper_check import groups
+    from .report import meta
 
-    meta = {
-        "command": " ".join(["python -m attn_backends.bench.hopper", *sys.argv[1:]]),
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__,
+    result: dict[str, Any] = {
+        "meta": meta("attn_backends.bench.hopper"), "checks": [], "rows": []
     }  # fmt: skip
-    result: dict[str, Any] = {"meta": meta, "checks": [], "rows": []}
 
     def save() -> None:
         if args.json:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
-_FACTS = ("command", "date", "gpu", "driver", "torch", "triton", "commit")
+_FACTS = ("command", "date", "gpu", "driver", "torch", "triton", "commit", "note")
 
 
 def table(results: dict[str, Any]) -> str:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -16,13 +13,12 @@ from typing import Any
 
 import torch
 
-from ..packages import installed_version
+from ..provenance import provenance
 from ..version import __version__
 
 #: The suite's own version. A newer suite may fail a backend that an older one passed.
 SUITE_VERSION = "2026.11"
 STATUSES = ("passed", "refused", "failed", "xfailed")
-PACKAGES = ("flash-attn", "flash-attn-4", "flashinfer-python", "vllm", "sglang", "numpy")
 
 
 @dataclass(frozen=True)
@@ -197,21 +193,7 @@ def _cell(text: str) -> str:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device, date and command: what a result is worth nothing without."""
-    cuda = device.type == "cuda"
-    packages = {name: installed_version(name) for name in PACKAGES}
-    return {
-        "command": _run_command(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(device) if cuda else "",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else "",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": installed_version("triton") or "",
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
-        "packages": {name: version for name, version in packages.items() if version},
-    }
+    return provenance(_run_command(), device)
 
 
 def _run_command() -> str:
@@ -219,15 +201,6 @@ def _run_command() -> str:
     program = Path(sys.argv[0]).name
     words = ["python", "-m", __package__] if program == "__main__.py" else [program]
     return shlex.join([*words, *sys.argv[1:]])
-
-
-def _output(*command: str) -> str:
-    """First line a program prints; empty if it is not there or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip().partition("\n")[0]
 
 
 __all__ = ["STATUSES", "SUITE_VERSION", "Report", "Row", "environment", "matrix"]

@@ -45,8 +45,8 @@ class TritonOptions(BackendOptions):
     """For tuning: queries of at most this many tokens times group take the split kernel."""
 
     hopper: bool | None = None
-    """Take the warp-specialised prefill of Hopper: None where it can, True always (calls that it
-    cannot do are refused), False never."""
+    """Compute queries longer than ``short_rows`` by the warp-specialised prefill of Hopper: None
+    where it can, True always (calls that it cannot do are refused), False never."""
 
     pdl: bool = True
     """Let the merge kernel start early on Hopper and newer (programmatic dependent launch)."""
@@ -98,11 +98,18 @@ class TritonBackend(AttentionBackend):
         options: BackendOptions | None,
     ) -> list[Reason]:
         """What stands against the Hopper prefill, if the options insist on it."""
-        if not isinstance(options, TritonOptions) or not options.hopper or phase == "decode":
+        if not isinstance(options, TritonOptions) or not options.hopper:
             return []
         from .hopper_prefill import hopper_reasons
 
-        return hopper_reasons(spec, device)
+        reasons = hopper_reasons(spec, device)
+        # These take other kernels for every row, so that the option would say nothing.
+        if spec.batch_invariant:
+            reasons.append(Reason("batch_invariant", "True", "False with hopper=True"))
+        if options.prefill_config is not None:
+            got = str(options.prefill_config)
+            reasons.append(Reason("prefill_config", got, "None with hopper=True"))
+        return reasons
 
     def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:
         from .plan import TritonPlan
