@@ -10,7 +10,7 @@ import typer
 
 from ..conformance import Report, matrix, read_expected_failures, run_conformance
 from ..conformance.report import Row
-from ..conformance.target import resolve
+from ..conformance.target import read_options, resolve
 from ..errors import InvalidInputError
 from .console import EXIT_BAD_ANSWER, JsonFlag, guarded, print_json, stdout, table
 
@@ -32,6 +32,10 @@ def command(
     xfail: Annotated[
         Path | None, typer.Option(help="Known failures, a line each: backend rule/case # reason.")
     ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="An option of the backend.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, which share the device.")] = 1,
     write: Annotated[
         Path | None, typer.Option(help="Folder for conformance-<backend>.json.")
     ] = None,
@@ -52,6 +56,8 @@ def command(
                 name,
                 level,
                 device=device,
+                options=read_options(resolve(name), option or ()),
+                jobs=jobs,
                 requirements=requirement,
                 expected_failures=known,
                 progress=_progress if sys.stderr.isatty() else None,

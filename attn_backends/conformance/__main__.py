@@ -9,7 +9,7 @@ from collections import Counter
 from .checks import LEVELS, REQUIREMENTS
 from .report import Report, Row, matrix
 from .runner import read_expected_failures, run_conformance
-from .target import resolve
+from .target import read_options, resolve
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,6 +25,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FOLDER", help="write conformance-<backend>.json here")
     parser.add_argument("--markdown", action="store_true", help="print Markdown, not a summary")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="print N slowest cases")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     options = parser.parse_args(arguments)
     reports = []
     for name in options.backends:
@@ -33,9 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
             name,
             options.level,
             device=options.device,
+            options=read_options(resolve(name), options.option),
             requirements=options.requirement,
             expected_failures=known,
             progress=_progress if sys.stderr.isatty() else None,
+            jobs=options.jobs,
         )
         reports.append(report)
         print(report.to_markdown() if options.markdown else report.summary(), flush=True)

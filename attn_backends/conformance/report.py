@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections import Counter
@@ -54,6 +55,7 @@ class Report:
         stale: Expected failures that no longer fail, or that are about no case.
         meta: Versions, device, date and command.
         seconds: Time of the whole run.
+        options: The backend's options that were chosen; others had their defaults.
     """
 
     backend: str
@@ -63,6 +65,13 @@ class Report:
     stale: tuple[str, ...] = ()
     meta: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The backend and the values of its chosen options, as files are named."""
+        words = [self.backend, *(str(v) for v in self.options.values())]
+        return "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", word) for word in words)
 
     @property
     def ok(self) -> bool:
@@ -96,6 +105,7 @@ class Report:
         return {
             "meta": self.meta,
             "backend": self.backend,
+            "options": self.options,
             "library_version": __version__,
             "suite_version": SUITE_VERSION,
             "level": self.level,
@@ -112,8 +122,8 @@ class Report:
         }
 
     def write(self, folder: str | Path) -> Path:
-        """Write ``conformance-<backend>.json`` into a folder; returns its path."""
-        path = Path(folder) / f"conformance-{self.backend}.json"
+        """Write ``conformance-<label>.json`` into a folder; returns its path."""
+        path = Path(folder) / f"conformance-{self.label}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
         return path

@@ -5,8 +5,11 @@ from __future__ import annotations
 import fnmatch
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +189,45 @@ def settle(row: Row, expected: Iterable[ExpectedFailure]) -> tuple[Row, Expected
     return replace(row, status="xfailed", detail=f"{entry.reason} [{row.detail}]"), entry
 
 
+#: Cases that a process of a parallel run takes at a time.
+CHUNK = 4
+
+
+def _work(
+    level: str, device: torch.device, requirements: frozenset[str] | None
+) -> list[tuple[Check, Case]]:
+    checks = select_checks(requirements, device)
+    return [(check, case) for check in checks for case in check.cases(level)]
+
+
+@lru_cache(maxsize=1)
+def _here(
+    backend: Any, level: str, device: str, options: str | None,
+    requirements: frozenset[str] | None,
+) -> tuple[Target, list[tuple[Check, Case]]]:  # fmt: skip
+    """What a process of a parallel run builds once."""
+    target = Target(backend, device)
+    if options is not None:
+        chosen = target.backend.Options.model_validate_json(options)
+        target = Target(backend, device, chosen)
+    return target, _work(level, target.device, requirements)
+
+
+def _examine_some(arguments: tuple[Any, ...], indices: range) -> list[tuple[int, Row]]:
+    target, work = _here(*arguments)
+    return [(n, examine(work[n][0], target, work[n][1])) for n in indices]
+
+
+def _examine_parallel(
+    arguments: tuple[Any, ...], count: int, jobs: int
+) -> Iterator[tuple[int, Row]]:
+    """Rows as they are done. Processes are spawned: a forked one could not use CUDA."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        chunks = [range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
+        for future in as_completed([pool.submit(_examine_some, arguments, c) for c in chunks]):
+            yield from future.result()
+
+
 def run_conformance(
     backend: Any,
     level: str = "smoke",
@@ -195,6 +237,7 @@ def run_conformance(
     requirements: Iterable[str] | None = None,
     expected_failures: Iterable[ExpectedFailure] = (),
     progress: Callable[[int, int, Row], None] | None = None,
+    jobs: int = 1,
 ) -> Report:
     """Try every rule of the contract on a backend.
 
@@ -206,39 +249,52 @@ def run_conformance(
         requirements: Names from ``REQUIREMENTS``; None is all. The core is always tried.
         expected_failures: Known failures; one that no longer fails makes the report fail.
         progress: Called after each case with (number done, number of all, its row).
+        jobs: Processes, which share the device. Beyond 1 the backend must be importable by its
+            name in a new process, and a script must guard its entry by ``__name__``.
 
     Returns:
         The report; ``report.ok`` is the verdict.
+
+    Raises:
+        InvalidInputError: The level, a requirement or the number of jobs does not exist.
     """
+    if jobs < 1:
+        raise InvalidInputError.of("jobs", jobs, "1 or more")
     if level not in LEVELS:
         raise InvalidInputError.of("level", repr(level), ", ".join(LEVELS))
     target = Target(backend, device, options)
     wanted = None if requirements is None else {"core", *requirements}
-    work = [
-        (check, case)
-        for check in select_checks(wanted, target.device)
-        for case in check.cases(level)
-    ]
-    expected, rows = list(expected_failures), []
+    names = None if wanted is None else frozenset(wanted)
+    work = _work(level, target.device, names)
+    expected = list(expected_failures)
+    rows: list[Row | None] = [None] * len(work)
     failing: set[ExpectedFailure] = set()
     start = time.perf_counter()
-    for n, (check, case) in enumerate(work, start=1):
-        row, entry = settle(examine(check, target, case), expected)
-        rows.append(row)
+    found: Iterable[tuple[int, Row]]
+    if jobs > 1:
+        plain = None if options is None else options.model_dump_json()
+        arguments = (backend, level, str(target.device), plain, names)
+        found = _examine_parallel(arguments, len(work), jobs)
+    else:
+        found = ((n, examine(check, target, case)) for n, (check, case) in enumerate(work))
+    for done, (n, row) in enumerate(found, start=1):
+        row, entry = settle(row, expected)
+        rows[n] = row
         if entry is not None and row.status == "xfailed":
             failing.add(entry)
         if progress is not None:
-            progress(n, len(work), row)
+            progress(done, len(work), row)
     seconds = time.perf_counter() - start
     stale = tuple(e.pattern for e in expected if e not in failing)
     return Report(
         backend=target.backend.name,
         level=level,
         device=str(target.device),
-        rows=tuple(rows),
+        rows=tuple(row for row in rows if row is not None),
         stale=stale,
         meta=environment(target.device),
         seconds=seconds,
+        options={} if options is None else options.model_dump(mode="json", exclude_unset=True),
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from ..backend import AttentionBackend, BackendOptions
-from ..errors import Reason
+from ..errors import InvalidInputError, Reason
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
@@ -38,6 +40,30 @@ def resolve(backend: Any) -> type[AttentionBackend]:
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
         raise TypeError(f"backend={backend!r} is {found!r} (allowed: an AttentionBackend class)")
     return found
+
+
+def read_options(backend: type[AttentionBackend], settings: Iterable[str]) -> BackendOptions | None:
+    """The options that ``name=value`` settings choose, or None without any.
+
+    Values are read as the option's own type: ``hopper=true``, ``num_splits=3``, ``version=2``.
+
+    Raises:
+        InvalidInputError: A setting has another form, or the options refuse it.
+    """
+    from ..registry.target import invalid_fields
+
+    values = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not (name and equals):
+            raise InvalidInputError.of("option", repr(setting), "NAME=VALUE")
+        values[name] = value
+    if not values:
+        return None
+    try:
+        return backend.Options.model_validate_strings(values)
+    except ValidationError as error:
+        raise invalid_fields(error, "option", backend.Options) from None
 
 
 class Target:
@@ -179,6 +205,7 @@ __all__ = [
     "Target",
     "describe",
     "nan_out",
+    "read_options",
     "require",
     "require_close",
     "require_lse",

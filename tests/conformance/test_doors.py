@@ -18,6 +18,8 @@ from attn_backends.conformance import (
     run_conformance,
 )
 from attn_backends.conformance.__main__ import main
+from attn_backends.conformance.report import Report
+from attn_backends.conformance.target import read_options
 from attn_backends.errors import InvalidInputError
 from attn_backends.torch_native.backend import TorchNativeBackend, TorchNativeOptions
 
@@ -225,3 +227,36 @@ def test_the_module_runs_from_the_command_line(tmp_path, capsys):
     assert (tmp_path / "conformance-torch_native.json").exists()
     assert main([f"{__name__}:LseOff", "--requirement", "lse"]) == 1
     assert "lse/ragged-decode" in capsys.readouterr().out
+
+
+def test_two_processes_find_what_one_finds():
+    chosen = TorchNativeOptions.model_validate({})
+    settings = {"requirements": ["lse"], "options": chosen}
+    name = "attn_backends.torch_native.backend:TorchNativeBackend"
+    alone = run_conformance(name, **settings)
+    seen: list[int] = []
+    shared = run_conformance(name, **settings, jobs=2, progress=lambda n, of, row: seen.append(n))
+
+    def facts(report):
+        return [(r.requirement, r.case, r.spec, r.status, r.detail) for r in report.rows]
+
+    assert facts(alone) == facts(shared)
+    assert seen == list(range(1, len(alone.rows) + 1))
+    with pytest.raises(InvalidInputError, match="jobs=0"):
+        run_conformance(name, jobs=0)
+
+
+def test_options_given_as_text_are_read_by_their_types_and_name_the_report(tmp_path):
+    from attn_backends.adapters.flash_attention import FlashAttentionBackend
+
+    options = read_options(FlashAttentionBackend, ["version=2", "source=vllm"])
+    assert options.model_dump(exclude_unset=True) == {"version": "2", "source": "vllm"}
+    assert read_options(TorchNativeBackend, []) is None
+    with pytest.raises(InvalidInputError, match="NAME=VALUE"):
+        read_options(FlashAttentionBackend, ["version"])
+    with pytest.raises(InvalidInputError, match=r"option\.version='7'"):
+        read_options(FlashAttentionBackend, ["version=7"])
+    report = Report(
+        "flash_attention", "smoke", "cpu", (), options={"version": "2", "source": "a/b"}
+    )
+    assert report.write(tmp_path).name == "conformance-flash_attention-2-a_b.json"
