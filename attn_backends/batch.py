@@ -147,9 +147,14 @@ class Batch:
         return self.page_table is not None
 
     def page_id_range(self, page_size: int) -> tuple[int, int] | None:
-        """Smallest and largest page id within the lengths, from host facts; None if unknown.
+        """Smallest and largest page id within the lengths, from host facts.
 
-        Without visible keys the range is ``(0, -1)``.
+        Args:
+            page_size: Tokens per page.
+
+        Returns:
+            ``(smallest, largest)``; ``(0, -1)`` without visible keys; None if the lengths or the
+            table are not known on the host.
         """
         if self.host_page_table is None or self.kv_lens is None:
             return None

@@ -123,7 +123,14 @@ class Capabilities:
             raise ValueError(f"features={unknown} (allowed: {', '.join(FEATURES)})")
 
     def device_reasons(self, device: torch.device | None) -> Iterator[Reason]:
-        """Reasons against a device. Asks the driver only if an architecture limit is declared."""
+        """Reasons against a device. Asks the driver only if an architecture limit is declared.
+
+        Args:
+            device: Where a call would run; None leaves the device out of it.
+
+        Yields:
+            At most one reason: the device's type, or its compute capability.
+        """
         if device is None:
             return
         if device.type not in self.devices:
@@ -143,7 +150,15 @@ class Capabilities:
             yield Reason("compute_capability", "{}.{}".format(*got), want)
 
     def spec_reasons(self, spec: AttentionSpec, phase: str | None) -> Iterator[Reason]:
-        """Reasons against a spec: dtype first, then shape, then features."""
+        """Reasons against a spec: dtype first, then shape, then features.
+
+        Args:
+            spec: What the layer fixes.
+            phase: ``"prefill"``, ``"decode"``, or None for either.
+
+        Yields:
+            Every reason that follows from the declared data.
+        """
         if spec.dtype not in self.dtypes:
             yield Reason("dtype", _name(spec.dtype), _names(self.dtypes))
         if spec.kv != spec.dtype and spec.kv not in self.fp8_kv_dtypes:

@@ -83,13 +83,16 @@ class CascadePlan:
 
         Args:
             q: ``[T, H, D]``, the same queries at every level.
-            k: The cache that all levels share, or one tensor per level.
+            k: The cache ``[num_pages, page_size, HK, D]`` that all levels share, or one tensor
+                per level, paged or ragged ``[Tk, HK, D]``.
             v: As ``k``; None takes the first DV lanes of ``k``.
             sinks: ``[H]`` float32, merged once at the end.
-            mask: Flat bool over the last level's own keys, if the spec has a mask.
-            k_scale: For fp8 caches, as in ``AttentionBackend.run``.
+            mask: Flat bool ``[sum of q_len * kv_len]`` over the last level's own keys, True =
+                visible; exactly if the spec has a mask.
+            k_scale: For fp8 caches, as in ``AttentionBackend.run``: a number, or float32 ``[]``,
+                ``[1]`` or ``[HK]``.
             v_scale: The same for values.
-            out: ``(o, lse)`` to write into.
+            out: ``(o [T, H, DV], lse [T, H] float32)`` to write into.
 
         Returns:
             The state over all levels' keys, ``o [T, H, DV]`` and ``lse [T, H]``.
@@ -179,10 +182,11 @@ def cascade_attention(
         sm_scale: Factor on ``q . k``; None is ``1 / sqrt(D)``.
         head_dim_v: DV, if ``v`` is None.
         sinks: ``[H]`` float32, merged once at the end.
-        k_scale: For fp8 caches.
-        v_scale: For fp8 caches.
+        k_scale: For fp8 caches: what a stored key is multiplied by; a number, or float32 ``[]``,
+            ``[1]`` or ``[HK]``.
+        v_scale: The same for values.
         backend: One name, one per level, or None.
-        out: ``(o, lse)`` to write into.
+        out: ``(o [T, H, DV], lse [T, H] float32)`` to write into.
 
     Returns:
         The state over all keys, ``o [T, H, DV]`` and ``lse [T, H]``.

@@ -126,13 +126,29 @@ class AttentionConfig(BaseModel):
         return self.model_dump_json(exclude_defaults=True)
 
     def model_post_init(self, context: Any, /) -> None:
-        """Fill ``as_json`` in while it is cheap; a compiler cannot run pydantic."""
+        """Fill ``as_json`` in while it is cheap; a compiler cannot run pydantic.
+
+        Args:
+            context: What pydantic hands in; not used.
+        """
         _ = self.as_json
 
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> AttentionConfig:
-        """A copy with some fields replaced, and checked like any other."""
+        """A copy with some fields replaced, and checked like any other.
+
+        Args:
+            update: New values by field name.
+            deep: Makes no difference, since a configuration does not change.
+
+        Returns:
+            The copy.
+
+        Raises:
+            pydantic.ValidationError: A field is unknown or of another type.
+            UnknownBackendError: A name that no backend has.
+        """
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**fields, **(update or {})})
 
@@ -142,6 +158,9 @@ class AttentionConfig(BaseModel):
 
         Args:
             path: Its suffix names the format: .yaml, .yml, .toml or .json.
+
+        Returns:
+            The configuration; a relative ``tuning_file`` is taken from the file's own folder.
 
         Raises:
             InvalidInputError: The file cannot be read, or a field is wrong; names file and field.
@@ -267,8 +286,14 @@ def configure(config: AttentionConfig | None) -> AttentionConfig | None:
 
     A configuration given to a call replaces this one for that call.
 
+    Args:
+        config: What holds from now on, in every thread.
+
     Returns:
         The configuration that held before.
+
+    Raises:
+        InvalidInputError: ``config`` is neither an AttentionConfig nor None.
     """
     if config is not None and not isinstance(config, AttentionConfig):
         raise InvalidInputError.of("config", type(config).__name__, "an AttentionConfig or None")

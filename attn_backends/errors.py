@@ -63,7 +63,17 @@ class InvalidInputError(AttnBackendsError, ValueError):
     def of(
         cls, field: str, value: object, allowed: str, fix: str | None = None
     ) -> InvalidInputError:
-        """Write the error for ``field``, which was ``value`` but must be ``allowed``."""
+        """Write the error in the grammar ``<field>=<value> (allowed: <allowed>)[; <fix>]``.
+
+        Args:
+            field: Name of the argument, field or setting.
+            value: What it was.
+            allowed: What it may be.
+            fix: What the caller can do about it, if that does not follow.
+
+        Returns:
+            The error, to be raised.
+        """
         text = f"{field}={value} (allowed: {allowed})"
         return cls(f"{text}; {fix}" if fix else text)
 

@@ -139,6 +139,10 @@ def explain(
         backend: As ``select``.
         config: As ``select``.
 
+    Returns:
+        For each phase the choice, who made it, and every reason against the other backends;
+        ``print`` shows all of it, ``to_dict`` gives it to programs.
+
     Raises:
         UnknownBackendError: A setting names a backend that does not exist.
         InvalidInputError: An argument, option or setting is malformed.

@@ -43,6 +43,9 @@ def use(
         prefill: Backend of prefill; goes before ``name``.
         decode: Backend of decode; goes before ``name``.
 
+    Yields:
+        Nothing; the choice ends with the block.
+
     Raises:
         UnknownBackendError: No backend has that name.
     """

@@ -68,6 +68,12 @@ def list_backends(device: torch.device | str | None = None) -> tuple[BackendInfo
 
     Args:
         device: Judge by this device, its architecture included.
+
+    Returns:
+        One entry per backend, in the order of registration; plugins that were left out come last.
+
+    Raises:
+        InvalidInputError: ``device`` is no device.
     """
     where = None if device is None else check_device(device)
     infos = [_info(TABLE.entries[name], where) for name in known_names()]

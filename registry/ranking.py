@@ -67,6 +67,12 @@ def shape_bucket(spec: AttentionSpec) -> str:
 
     When a backend is chosen only the spec is known, so the bucket holds what a spec tells about
     speed: widths, group size, dtypes, and whether the cache is paged. Lengths are not in it.
+
+    Args:
+        spec: What the layer fixes.
+
+    Returns:
+        For example ``D128-G4-bfloat16-paged``.
     """
     width = f"D{spec.head_dim}" + (f"-DV{spec.dv}" if spec.dv != spec.head_dim else "")
     dtype = str(spec.dtype).removeprefix("torch.")

@@ -21,6 +21,7 @@ class TuningRow(BaseModel):
     device: str = Field(min_length=1)
     """Name of the device as torch gives it, or ``cpu``."""
     phase: Literal["prefill", "decode"]
+    """Which of the two was measured."""
     bucket: str = Field(min_length=1)
     """What ``shape_bucket(spec)`` gives."""
     median_us: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
@@ -50,7 +51,16 @@ class TuningFile(BaseModel):
         return self
 
     def find(self, device: str, phase: str, bucket: str) -> TuningRow | None:
-        """The row that fits, or None."""
+        """The row that fits, or None.
+
+        Args:
+            device: Name of the device as torch gives it, or ``cpu``.
+            phase: ``"prefill"`` or ``"decode"``.
+            bucket: What ``shape_bucket(spec)`` gives.
+
+        Returns:
+            The row of exactly these three, or None.
+        """
         for row in self.rows:
             if (row.device, row.phase, row.bucket) == (device, phase, bucket):
                 return row
@@ -62,6 +72,12 @@ _loaded: dict[str, tuple[Any, TuningFile]] = {}
 
 def load_tuning(path: str | os.PathLike[str]) -> TuningFile:
     """Read and check a tuning file; read again only when the file changed.
+
+    Args:
+        path: A JSON file as ``attn-backends tune`` writes it; ``~`` is the home folder.
+
+    Returns:
+        Its rows and where they come from.
 
     Raises:
         InvalidInputError: The file cannot be read, or a field is wrong; names file and field.
