@@ -20,6 +20,9 @@ class Capacity:
         max_seqlen_q: Most query tokens of one sequence.
         max_seqlen_k: Most keys of one sequence.
         max_pages: Paged only: width of the page table.
+        in_place: The tensors of the batch that is planned are the fixed buffers. Their owner
+            refills them where they are and then calls ``plan.update`` with them, which copies
+            nothing; the batch has exactly ``num_seqs`` sequences and ``max_pages`` columns.
 
     Raises:
         InvalidInputError: A bound is negative, or no sequence or token fits.
@@ -30,6 +33,7 @@ class Capacity:
     max_seqlen_q: int
     max_seqlen_k: int
     max_pages: int = 0
+    in_place: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_seqs", "total_q", "max_seqlen_q", "max_seqlen_k", "max_pages"):
@@ -37,6 +41,8 @@ class Capacity:
             low = 0 if name in ("max_seqlen_k", "max_pages") else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise InvalidInputError.of(f"capacity.{name}", repr(value), f"an int >= {low}")
+        if not isinstance(self.in_place, bool):
+            raise InvalidInputError.of("capacity.in_place", repr(self.in_place), "True or False")
 
 
 __all__ = ["Capacity"]

@@ -80,6 +80,8 @@ def check_fits(batch: Batch, capacity: Capacity, device: torch.device) -> None:
 def make_buffers(batch: Batch, capacity: Capacity, page_size: int | None) -> Batch:
     """A batch of fixed buffers of the size of the capacity, filled from ``batch``.
 
+    With ``capacity.in_place`` they are the tensors of ``batch`` itself.
+
     Raises:
         InvalidInputError: The batch exceeds the capacity, or its pages hold fewer keys than it
             promises.
@@ -90,16 +92,8 @@ def make_buffers(batch: Batch, capacity: Capacity, page_size: int | None) -> Bat
         allowed = f">= {need}, to hold max_seqlen_k={capacity.max_seqlen_k}"
         raise InvalidInputError.of("capacity.max_pages", capacity.max_pages, allowed)
 
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=batch.device)
-
-    num = capacity.num_seqs
-    buffers = replace(
+    bounds = replace(
         batch,
-        cu_seqlens_q=zeros(num + 1),
-        seqlens_k=zeros(num),
-        cu_seqlens_k=None if batch.cu_seqlens_k is None else zeros(num + 1),
-        page_table=None if batch.page_table is None else zeros(num, capacity.max_pages),
         total_q=capacity.total_q,
         total_k=0,
         max_seqlen_q=capacity.max_seqlen_q,
@@ -109,24 +103,60 @@ def make_buffers(batch: Batch, capacity: Capacity, page_size: int | None) -> Bat
         host_page_table=None,
         mask_indptr=None,
     )
+    if capacity.in_place:
+        _check_in_place(batch, capacity)
+        return bounds
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=batch.device)
+
+    num = capacity.num_seqs
+    buffers = replace(
+        bounds,
+        cu_seqlens_q=zeros(num + 1),
+        seqlens_k=zeros(num),
+        cu_seqlens_k=None if batch.cu_seqlens_k is None else zeros(num + 1),
+        page_table=None if batch.page_table is None else zeros(num, capacity.max_pages),
+    )
     fill_buffers(buffers, batch)
     return buffers
 
 
+def _check_in_place(batch: Batch, capacity: Capacity) -> None:
+    """Raise InvalidInputError unless the batch's tensors have the size of the capacity."""
+    if batch.num_seqs != capacity.num_seqs:
+        allowed = f"{capacity.num_seqs}, as the capacity is in place"
+        raise InvalidInputError.of("batch.num_seqs", batch.num_seqs, allowed)
+    if batch.page_table is not None and batch.page_table.shape[1] != capacity.max_pages:
+        allowed = f"{capacity.max_pages}, as the capacity is in place"
+        raise InvalidInputError.of("page_table.shape[1]", batch.page_table.shape[1], allowed)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two index tensors are one and the same memory."""
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+
+
 def fill_buffers(buffers: Batch, batch: Batch) -> None:
-    """Copy a batch into fixed buffers; sequences beyond it become empty."""
+    """Copy a batch into fixed buffers; sequences beyond it become empty.
+
+    A tensor that is the buffer is left as it is.
+    """
     if buffers.is_paged != batch.is_paged:
         want = "paged" if buffers.is_paged else "ragged"
         raise InvalidInputError.of("batch", "ragged" if buffers.is_paged else "paged", want)
     num = batch.num_seqs
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         target, source = getattr(buffers, name), getattr(batch, name)
-        if target is not None:
+        if target is not None and not _same(target, source):
             target[: num + 1].copy_(source)
             target[num + 1 :].copy_(source[-1:].expand(target.shape[0] - num - 1))
-    buffers.seqlens_k[:num].copy_(batch.seqlens_k)
-    buffers.seqlens_k[num:].zero_()
-    if buffers.page_table is not None and batch.page_table is not None:
+    if not _same(buffers.seqlens_k, batch.seqlens_k):
+        buffers.seqlens_k[:num].copy_(batch.seqlens_k)
+        buffers.seqlens_k[num:].zero_()
+    if buffers.page_table is None or batch.page_table is None:
+        return
+    if not _same(buffers.page_table, batch.page_table):
         # Columns beyond the capacity hold no visible key; columns beyond the batch are not read.
         width = min(buffers.page_table.shape[1], batch.page_table.shape[1])
         buffers.page_table[:num, :width].copy_(batch.page_table[:, :width])
