@@ -1,0 +1,280 @@
+"""What the pictures of the gallery show: points of results files, grouped into panels."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .roofline import GPUS, Gpu
+
+#: Names of this library in results; every other name is a library called directly.
+OURS = ("triton", "cuda")
+#: Neither the fastest of ours nor a rival: variants, and lower bounds.
+ASIDE = ("triton-plain", "torch", "torch_native", "copy", "pairwise")
+TIMED = "graph_cold"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes.
+
+    Attributes:
+        title: What its points have in common.
+        labels: Points in order: lengths of a sweep, or one text a point.
+        series: Value of each point by backend; None where there is none.
+        sweep: Whether labels are numbers on an axis rather than names.
+    """
+
+    title: str
+    labels: tuple[Any, ...]
+    series: dict[str, tuple[float | None, ...]]
+    sweep: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """One results file.
+
+    Attributes:
+        path: Where it lies.
+        meta: Command, date and versions.
+        rows: Its rows.
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    rows: list[dict[str, Any]] = field(repr=False)
+
+    @property
+    def bench(self) -> str:
+        """What was measured; empty for results of another kind."""
+        row = self.rows[0] if self.rows and isinstance(self.rows[0], dict) else {}
+        return str(row.get("bench", "")) if "case" in row else ""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Peak rates of the GPU, if they are known."""
+        return GPUS.get(str(self.meta.get("gpu", "")).lower().removeprefix("nvidia "))
+
+    @property
+    def facts(self) -> str:
+        """Where the figures come from, in one line."""
+        names = ("gpu", "date", "driver", "torch", "triton", "commit", "note")
+        facts = [f"{name} {self.meta[name]}" for name in names if self.meta.get(name)]
+        facts += [f"{name} {v}" for name, v in self.meta.get("packages", {}).items() if v]
+        return ", ".join(facts)
+
+
+def read(path: Path) -> Source:
+    """Read a results file.
+
+    Args:
+        path: JSON with ``meta`` and ``rows``, as the benchmarks write it.
+
+    Returns:
+        The file; without rows if it holds something else.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    rows = content.get("rows") or []
+    return Source(path, content.get("meta") or {}, rows)
+
+
+def timed(rows: Iterable[dict[str, Any]], mode: str = TIMED) -> list[dict[str, Any]]:
+    """Rows of a mode whose answer was right."""
+    return [r for r in rows if r.get("mode") == mode and r.get("right", True)]
+
+
+def left_out(rows: Iterable[dict[str, Any]]) -> int:
+    """How many rows have no right answer, and therefore no speed."""
+    return sum(not r.get("right", True) for r in rows)
+
+
+def _plain(case: dict[str, Any], *without: str) -> tuple[Any, ...]:
+    return tuple((k, v) for k, v in sorted(case.items()) if k not in without)
+
+
+def _sweep_key(case: dict[str, Any]) -> tuple[Any, ...]:
+    """What the points of one line share: everything but the length that varies."""
+    if "tokens" in case:
+        return _plain(case, "tokens", "copies")
+    if not _is_attention(case):
+        return _plain(case)
+    if case["q_len"] == case["kv_len"]:
+        return _plain(case, "q_len", "kv_len", "batch")
+    return _plain(case, "kv_len")
+
+
+def _is_attention(case: dict[str, Any]) -> bool:
+    return {"batch", "q_len", "kv_len", "num_heads", "head_dim"} <= case.keys()
+
+
+def _length(case: dict[str, Any]) -> int:
+    return int(case.get("tokens", case.get("kv_len", 0)))
+
+
+def point_label(case: dict[str, Any]) -> str:
+    """A point in a few words."""
+    if "tokens" in case:
+        count = "1 token" if case["tokens"] == 1 else f"{case['tokens']} tokens"
+        text = f"{count}, {case['num_heads']} x {case['head_dim']} {case['dtype']}"
+        text += ", LSE [H, T]" if case.get("lse_layout") == "head" else ""
+        text += f", {case['states']} states" if case.get("states", 2) != 2 else ""
+        return text + (f", {case['empty']:.0%} empty" if case.get("empty") else "")
+    if not _is_attention(case):
+        return ", ".join(f"{name} {value}" for name, value in case.items())
+    text = f"{case['batch']} x {case['kv_len']}"
+    if case["q_len"] == case["kv_len"]:
+        return text
+    if case["q_len"] > 1:
+        text = f"{case['batch']} x {case['q_len']} over {case['kv_len']}"
+    return text + (" ragged" if case.get("ragged") else "")
+
+
+def _heads(case: dict[str, Any]) -> str:
+    if "tokens" in case:
+        return f"{case['num_heads']} heads x {case['head_dim']}, {case['dtype']}"
+    if not _is_attention(case):
+        return ""
+    width = f"D {case['head_dim']}"
+    width += f"/{case['head_dim_v']}" if case["head_dim_v"] != case["head_dim"] else ""
+    return f"{case['num_heads']}/{case['num_kv_heads']} heads, {width}"
+
+
+def _sweep_title(case: dict[str, Any]) -> str:
+    if "tokens" in case:
+        layout = ", LSE [H, T]" if case.get("lse_layout") == "head" else ""
+        return f"{case.get('states', 2)} states, {_heads(case)}{layout}"
+    if case["q_len"] == case["kv_len"]:
+        return _heads(case)
+    count = "one sequence" if case["batch"] == 1 else f"{case['batch']} sequences"
+    return f"{count}, {_heads(case)}"
+
+
+def panels(rows: list[dict[str, Any]], value: str, *, least: int = 3) -> list[Panel]:
+    """Group rows into sweeps over a length, and one panel of the points that are in none.
+
+    Args:
+        rows: Rows of one benchmark and mode.
+        value: The field to show, for example ``"gbps"``.
+        least: Points that make a line.
+
+    Returns:
+        Sweeps with the most points first, then the rest.
+    """
+    rows = [r for r in rows if value in r]
+    points: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        points.setdefault(_plain(row["case"]), row["case"])
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for case in points.values():
+        groups.setdefault(_sweep_key(case), []).append(case)
+    found, rest = [], []
+    for cases in groups.values():
+        if len({_length(c) for c in cases}) < least:
+            rest += cases
+            continue
+        cases = sorted(cases, key=_length)
+        labels = tuple(map(_length, cases))
+        found.append(Panel(_sweep_title(cases[0]), labels, _series(rows, cases, value), True))
+    found.sort(key=lambda panel: -len(panel.labels))
+    if rest:
+        several = len({_heads(c) for c in rest}) > 1
+        named = several and "tokens" not in rest[0]
+        names = [point_label(c) + (f", {_heads(c)}" if named else "") for c in rest]
+        title = "other points" if found else ("" if several else _heads(rest[0]))
+        found.append(Panel(title, tuple(names), _series(rows, rest, value), False))
+    return found
+
+
+def _series(
+    rows: list[dict[str, Any]], cases: list[dict[str, Any]], value: str
+) -> dict[str, tuple[float | None, ...]]:
+    names = list(dict.fromkeys(r["backend"] for r in rows))
+    keys = [_plain(c) for c in cases]
+    found = {(r["backend"], _plain(r["case"])): r[value] for r in rows}
+    series = {name: tuple(found.get((name, key)) for key in keys) for name in names}
+    return {name: values for name, values in series.items() if any(v is not None for v in values)}
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Speed of the fastest of ours against each rival, point by point.
+
+    Attributes:
+        title: The benchmark.
+        points: One label a row.
+        rivals: One name a column.
+        cells: Time of the rival over our time; None where the rival has none.
+    """
+
+    title: str
+    points: tuple[str, ...]
+    rivals: tuple[str, ...]
+    cells: tuple[tuple[float | None, ...], ...]
+
+    @property
+    def best(self) -> tuple[float, ...]:
+        """Against the fastest rival of each point."""
+        known = [[c for c in row if c is not None] for row in self.cells]
+        return tuple(min(row) for row in known if row)
+
+    @property
+    def sentence(self) -> str:
+        """The figures in words; within 1 % counts as level."""
+        best = self.best
+        ahead, behind = sum(r > 1.01 for r in best), sum(r < 0.99 for r in best)
+        middle = statistics.median(best)
+        return (
+            "Against the fastest other library, point by point: "
+            f"{min(best):.2f} to {max(best):.2f} times its speed, median {middle:.2f}; of "
+            f"{len(best)} points ahead at {ahead}, level at {len(best) - ahead - behind}, behind "
+            f"at {behind}."
+        )
+
+
+def ratios(source: Source) -> Ratios | None:
+    """Compare the fastest of ours with every rival in one results file.
+
+    Args:
+        source: A results file of attention or merges.
+
+    Returns:
+        The ratios; None if nothing of ours was measured beside a rival.
+    """
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in timed(source.rows):
+        key = _plain(row["case"])
+        cases[key] = row["case"]
+        times.setdefault(key, {})[row["backend"]] = row["median_us"]
+    rivals = dict.fromkeys(
+        name for row in times.values() for name in row if name not in (*OURS, *ASIDE)
+    )
+    labels, cells = [], []
+    for key, row in times.items():
+        ours = [row[name] for name in OURS if name in row]
+        if ours and any(name in row for name in rivals):
+            labels.append(point_label(cases[key]))
+            cells.append(tuple(row[n] / min(ours) if n in row else None for n in rivals))
+    if not cells:
+        return None
+    return Ratios(source.path.stem, tuple(labels), tuple(rivals), tuple(cells))
+
+
+__all__ = [
+    "ASIDE",
+    "OURS",
+    "Panel",
+    "Ratios",
+    "Source",
+    "left_out",
+    "panels",
+    "point_label",
+    "ratios",
+    "read",
+    "timed",
+]

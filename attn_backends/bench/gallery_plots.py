@@ -1,0 +1,206 @@
+"""The pictures themselves, in matplotlib: speed against length, points side by side, ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from .gallery_data import ASIDE, Panel, Ratios
+
+#: One color a name, the same in every picture; ours are blue and red.
+COLORS = {
+    "triton": "#1f5fbf",
+    "cuda": "#c0392b",
+    "triton-plain": "#8db4e8",
+    "fa3": "#e08a1e",
+    "flashinfer": "#2a9d5c",
+    "flashinfer-fa2": "#2a9d5c",
+    "flashinfer-fa3": "#7fc79c",
+    "cudnn": "#7d4fb5",
+    "torch": "#8a6d5a",
+    "torch_native": "#8a6d5a",
+    "copy": "#7a7a7a",
+    "pairwise": "#b8a02c",
+}
+_MORE = ("#00838f", "#ad1457", "#5d7a1f", "#455a64")
+_MARKERS = "osD^vP*X"
+_INK, _PALE = "#222222", "#d9d9d9"
+_WIDEST = 3
+_TALLEST = 16
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure without a window, sizes in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
+
+
+def _look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    unknown = [n for n in names if n not in COLORS]
+    color = {**COLORS, **{n: _MORE[i % len(_MORE)] for i, n in enumerate(unknown)}}
+    return {
+        n: {"color": color[n], "marker": _MARKERS[i % len(_MARKERS)]} for i, n in enumerate(names)
+    }
+
+
+def _bare(axes: Any, *, grid: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis=grid, color=_PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, colors=_INK)
+
+
+def _short(number: float) -> str:
+    """A length as people write it: 8k, 128k."""
+    number = int(number)
+    return f"{number // 1024}k" if number >= 1024 and number % 1024 == 0 else str(number)
+
+
+def speed(
+    title: str, shown: Sequence[Panel], unit: str, roof: float | None, roof_name: str, across: str
+) -> Any:
+    """Speed of every backend, one panel a sweep, and the points of no sweep side by side.
+
+    Args:
+        title: Of the whole picture.
+        shown: The panels.
+        unit: Of the values.
+        roof: What the device can do at best, in that unit; None if unknown.
+        roof_name: What that is.
+        across: What the lengths of sweeps count.
+
+    Returns:
+        The figure.
+    """
+    names = list(dict.fromkeys(name for panel in shown for name in panel.series))
+    look = _look(names)
+    columns = 2 if len(shown) == 4 else min(len(shown), _WIDEST)
+    lines = [shown[i : i + columns] for i in range(0, len(shown), columns)]
+    heights = [max(map(_height, line)) for line in lines]
+    figure = new_figure(1.0 + 4.1 * columns, sum(heights) + 0.8)
+    parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)[:, 0]
+    handles: dict[str, Any] = {}
+    for part, line in zip(parts, lines):
+        for axes, panel in zip(part.subplots(1, columns, squeeze=False)[0], line):
+            draw = _sweep if panel.sweep else _points
+            draw(axes, panel, look, unit, roof, across)
+            handles |= {h.get_label(): h for h in axes.get_legend_handles_labels()[0]}
+        for axes in part.axes[len(line) :]:
+            axes.set_visible(False)
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK, x=0.01, ha="left")
+    if roof is not None:
+        from matplotlib.lines import Line2D
+
+        text = f"{roof_name}: {roof:g} {unit}"
+        handles[text] = Line2D([], [], color=_INK, linestyle="--", linewidth=1)
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center",
+        ncols=min(len(handles), 3 * columns), frameon=False, fontsize=8,
+    )  # fmt: skip
+    return figure
+
+
+def _height(panel: Panel) -> float:
+    return 3.2 if panel.sweep else max(2.4, 0.3 * len(panel.labels) + 0.9)
+
+
+def _sweep(
+    axes: Any, panel: Panel, look: dict[str, Any], unit: str, roof: float | None, across: str
+) -> None:
+    for name, values in panel.series.items():
+        known = [(x, y) for x, y in zip(panel.labels, values) if y is not None]
+        axes.plot(*zip(*known), label=name, linewidth=1.6, markersize=4.5, **look[name])
+    axes.set_xscale("log", base=2)
+    ticks = panel.labels
+    if len(ticks) > 6:
+        ticks = [n for n in ticks if n & (n - 1) == 0][::2]
+    axes.set_xticks(ticks, [_short(n) for n in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel(across, fontsize=8)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.set_title(panel.title, fontsize=9, color=_INK)
+    top = max(v for values in panel.series.values() for v in values if v is not None)
+    axes.set_ylim(0, 1.06 * max(top, roof or 0))
+    if roof is not None:
+        axes.axhline(roof, color=_INK, linestyle="--", linewidth=1)
+    _bare(axes, grid="y")
+
+
+def _points(
+    axes: Any, panel: Panel, look: dict[str, Any], unit: str, roof: float | None, across: str
+) -> None:
+    rows = range(len(panel.labels))
+    for row in rows:
+        values = [v[row] for n, v in panel.series.items() if v[row] is not None and n not in ASIDE]
+        if values:
+            axes.plot([min(values), max(values)], [row, row], color=_PALE, linewidth=3, zorder=1)
+    for name, values in panel.series.items():
+        known = [(v, row) for row, v in zip(rows, values) if v is not None]
+        axes.plot(*zip(*known), label=name, linestyle="none", markersize=5.5, **look[name])
+    axes.set_yticks(list(rows), panel.labels)
+    axes.set_ylim(len(panel.labels) - 0.5, -0.5)
+    axes.set_xlabel(unit, fontsize=8)
+    axes.set_title(panel.title, fontsize=9, color=_INK)
+    top = max(v for values in panel.series.values() for v in values if v is not None)
+    axes.set_xlim(0, 1.06 * max(top, roof or 0))
+    if roof is not None:
+        axes.axvline(roof, color=_INK, linestyle="--", linewidth=1)
+    _bare(axes, grid="x")
+
+
+def _cut(group: Ratios) -> list[Ratios]:
+    """A long block as several of about the same length."""
+    count = math.ceil(len(group.points) / _TALLEST)
+    size = math.ceil(len(group.points) / count)
+    return [
+        replace(group, points=group.points[i : i + size], cells=group.cells[i : i + size])
+        for i in range(0, len(group.points), size)
+    ]
+
+
+def heat_map(title: str, groups: Sequence[Ratios]) -> Any:
+    """Ratios as colored cells with their figures, one block a benchmark.
+
+    Args:
+        title: Of the whole picture.
+        groups: The blocks, from left to right.
+
+    Returns:
+        The figure.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+
+    groups = [part for group in groups for part in _cut(group)]
+    widths = [max(1.1, 0.85 * len(g.rivals)) for g in groups]
+    rows = max(len(g.points) for g in groups)
+    words = max(len(point) for g in groups for point in g.points)
+    width = sum(widths) + (0.6 + 0.065 * words) * len(groups)
+    figure = new_figure(max(width, 0.1 * len(title) + 0.3), 0.27 * rows + 1.7)
+    grid = figure.subplots(1, len(groups), squeeze=False, width_ratios=widths)[0]
+    norm = TwoSlopeNorm(0.0, vmin=-1.0, vmax=1.0)  # log2: half to twice the speed
+    for axes, group in zip(grid, groups):
+        cells = [[math.nan if c is None else math.log2(c) for c in row] for row in group.cells]
+        axes.pcolormesh(cells, cmap="RdBu", norm=norm, edgecolors="white", linewidth=1.5)
+        for y, row in enumerate(group.cells):
+            for x, cell in enumerate(row):
+                if cell is not None:
+                    dark = abs(math.log2(cell)) > 0.75
+                    axes.text(
+                        x + 0.5, y + 0.5, f"{cell:.2f}", ha="center", va="center", fontsize=8,
+                        color="white" if dark else _INK,
+                    )  # fmt: skip
+        axes.set_ylim(rows, 0)
+        axes.set_xticks([x + 0.5 for x in range(len(group.rivals))], group.rivals)
+        axes.set_yticks([y + 0.5 for y in range(len(group.points))], group.points)
+        axes.xaxis.tick_top()
+        axes.tick_params(length=0, labelsize=8, colors=_INK)
+        axes.spines[:].set_visible(False)
+        axes.set_title(group.title, fontsize=9, fontweight="bold", color=_INK)
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK, x=0.01, ha="left")
+    return figure
+
+
+__all__ = ["COLORS", "heat_map", "new_figure", "speed"]

@@ -1,0 +1,113 @@
+"""The gallery shows the results as they are, and says so when it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_backends.bench import gallery
+from attn_backends.bench.gallery_data import Source, panels, ratios, read, timed
+
+ROOT = Path(__file__).resolve().parents[2]
+GALLERY = ROOT / "docs/gallery"
+
+
+def test_gallery_is_drawn_from_the_results() -> None:
+    problems = gallery.stale(GALLERY, gallery.pictures(ROOT / "docs/results"))
+    assert not problems, f"run python -m attn_backends.bench.gallery docs/gallery: {problems}"
+
+
+def attention_row(backend: str, batch: int, kv_len: int, us: float, **more: Any) -> dict[str, Any]:
+    case = {
+        "batch": batch, "q_len": 1, "kv_len": kv_len, "num_heads": 8, "num_kv_heads": 2,
+        "head_dim": 64, "head_dim_v": 64, "dtype": "bf16",
+    }  # fmt: skip
+    row = {"bench": "decode", "case": case, "backend": backend, "mode": "graph_cold"}
+    return {**row, "median_us": us, "gbps": 1e6 / us, "right": True, **more}
+
+
+ROWS = [
+    *(attention_row("triton", 1, n, n / 100) for n in (1024, 2048, 4096)),
+    *(attention_row("fa3", 1, n, n / 50) for n in (1024, 2048, 4096)),
+    attention_row("triton", 64, 2048, 50.0),
+    attention_row("fa3", 64, 2048, 40.0),
+    attention_row("fa3", 64, 4096, 1.0, right=False),
+]
+
+
+def results(folder: Path, rows: list[dict[str, Any]], name: str = "decode") -> Path:
+    meta = {"command": "bench", "date": "2026-01-01", "gpu": "NVIDIA H200", "commit": "abc"}
+    path = folder / "results" / "h200" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"meta": meta, "rows": rows}))
+    return path
+
+
+def test_points_that_differ_in_length_only_make_a_line() -> None:
+    sweep, rest = panels(timed(ROWS), "gbps")
+    assert sweep.sweep and sweep.labels == (1024, 2048, 4096)
+    assert set(sweep.series) == {"triton", "fa3"}
+    assert not rest.sweep and rest.labels == ("64 x 2048",)
+
+
+def test_a_wrong_answer_has_no_speed_and_is_counted(tmp_path: Path) -> None:
+    path = results(tmp_path, ROWS)
+    (decode, _) = gallery.pictures(tmp_path / "results")
+    assert "1 rows without a right answer" in decode.text
+    assert all(row["right"] for row in timed(read(path).rows))
+
+
+def test_ratios_compare_ours_with_the_fastest_rival_of_each_point() -> None:
+    found = ratios(Source(Path("decode.json"), {}, ROWS))
+    assert found is not None and found.rivals == ("fa3",)
+    assert found.best == (2.0, 2.0, 2.0, 0.8)
+    assert "ahead at 3, level at 0, behind at 1" in found.sentence
+
+
+def test_a_file_of_another_kind_gives_no_picture(tmp_path: Path) -> None:
+    results(tmp_path, [{"bench": "tests", "passed": 3}], "tests")
+    results(tmp_path, [], "empty")
+    (tmp_path / "results/h200/doctor.json").write_text('{"ok": true}')
+    assert gallery.pictures(tmp_path / "results") == []
+
+
+def test_changed_data_make_a_picture_stale_and_drawing_makes_it_fresh(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "gallery"
+    results(tmp_path, ROWS)
+    found = gallery.pictures(tmp_path / "results")
+    assert gallery.stale(folder, found) == [
+        "h200-decode.png is missing", "h200-ratios.png is missing",
+        "index.md is not what the results give",
+    ]  # fmt: skip
+    assert gallery.main([str(folder), "--check"]) == 1
+    assert gallery.main([str(folder)]) == 0
+    assert gallery.main([str(folder), "--check"]) == 0
+    assert gallery.write(folder, found) == []  # nothing to do
+
+    results(tmp_path, [*ROWS, attention_row("triton", 64, 4096, 99.0)])
+    changed = gallery.pictures(tmp_path / "results")
+    assert gallery.stale(folder, changed)[0] == "h200-decode.png shows other data"
+    (tmp_path / "results/h200/decode.json").unlink()
+    left = gallery.stale(folder, gallery.pictures(tmp_path / "results"))
+    assert "h200-decode.png is of no results" in left
+    gallery.write(folder, [])
+    assert not list(folder.glob("*.png"))
+
+
+def test_every_name_and_value_is_in_the_picture(tmp_path: Path) -> None:
+    """Drawn once more without a file: the axes hold what the rows say."""
+    pytest.importorskip("matplotlib")
+    results(tmp_path, ROWS)
+    speed, heat = gallery.pictures(tmp_path / "results")
+    figure = speed.draw()
+    sweep, points = ({x.get_label(): x for x in axes.lines} for axes in figure.axes)
+    assert list(sweep["triton"].get_ydata()) == [1e8 / n for n in (1024, 2048, 4096)]
+    assert list(points["fa3"].get_xdata()) == [1e6 / 40]
+    legend = {text.get_text() for text in figure.legends[0].texts}
+    assert {"triton", "fa3", "memory bandwidth of the data sheet: 4800 GB/s"} == legend
+    cells = {text.get_text() for axes in heat.draw().axes for text in axes.texts}
+    assert cells == {"2.00", "0.80"}
