@@ -124,6 +124,6 @@ class Collector:
             device=str(target.device),
             rows=tuple(self.rows[name]),
             stale=tuple(stale),
-            meta=environment(target.device),
+            meta=environment(target.device, target.backend),
             seconds=sum(r.seconds for r in self.rows[name]),
         )

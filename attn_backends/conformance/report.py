@@ -201,9 +201,17 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, date and command: what a result is worth nothing without."""
-    return provenance(_run_command(), device)
+def environment(device: torch.device, backend: Any = None) -> dict[str, Any]:
+    """Versions, device, date and command: what a result is worth nothing without.
+
+    Args:
+        device: Where calls run.
+        backend: The backend's class. What its class method ``versions``, if it has one, returns
+            (package to version) is listed with the packages: a suite knows only the common ones.
+    """
+    found = provenance(_run_command(), device)
+    found["packages"] |= getattr(backend, "versions", dict)()
+    return found
 
 
 def _run_command() -> str:
