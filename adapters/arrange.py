@@ -112,11 +112,14 @@ def _without(
     table, host_table = batch.page_table, batch.host_page_table
     mask_starts = None
     if spec.has_mask:
-        old = [0, *accumulate(q * kv for q, kv in zip(batch.q_lens, batch.kv_lens))]
-        if batch.mask_indptr is not None:
-            old = batch.mask_indptr.tolist()
-        new = [old[b] + skips[b] * batch.kv_lens[b] for b in kept]
-        mask_starts = torch.tensor([*new, old[-1]], dtype=torch.int64)
+        if batch.mask_indptr is None:
+            sizes = (q * kv for q, kv in zip(batch.q_lens, batch.kv_lens))
+            old = to_device([0, *accumulate(sizes)], torch.int64, device)
+        else:
+            old = batch.mask_indptr.to(torch.int64)
+        ahead = [skips[b] * batch.kv_lens[b] for b in kept]
+        firsts = old.index_select(0, index) + to_device(ahead, torch.int64, device)
+        mask_starts = torch.cat([firsts, old[-1:]])
     smaller = replace(
         batch,
         cu_seqlens_q=to_device([0, *accumulate(q_lens)], torch.int32, device),

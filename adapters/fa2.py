@@ -80,6 +80,7 @@ class FlashAttention2(FlashBuild):
         page_sizes=IntSet(low=256, multiple_of=256),
         min_compute_capability=(8, 0),
         features=_FEATURES,
+        host_lengths=True,
     )
 
     def probe(self) -> Probe:
@@ -214,6 +215,7 @@ class VllmFlashAttention2(FlashAttention2):
         page_sizes=IntSet(low=16, multiple_of=16),
         min_compute_capability=(8, 0),
         features=_FEATURES,
+        host_lengths=True,
     )
 
     def probe(self) -> Probe:

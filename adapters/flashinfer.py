@@ -155,6 +155,8 @@ class FlashInferBackend(AdapterBackend):
         features=frozenset(
             ("ragged", "paged", "causal", "bidirectional", "window", "softcap", "cuda_graph")
         ),
+        host_lengths=True,
+        rounds_row_sum=True,
     )
 
     @classmethod

@@ -122,9 +122,9 @@ def mask_starts(batch: Batch, members: Sequence[int]) -> torch.Tensor:
     """``[n]`` int64 on the device: where each member's part of a flattened mask starts."""
     assert batch.q_lens is not None and batch.kv_lens is not None
     if batch.mask_indptr is not None:
-        starts = batch.mask_indptr.tolist()
-    else:
-        starts = [0, *accumulate(q * kv for q, kv in zip(batch.q_lens, batch.kv_lens))]
+        index = to_device(list(members), torch.int64, batch.device)
+        return batch.mask_indptr.to(torch.int64).index_select(0, index)
+    starts = [0, *accumulate(q * kv for q, kv in zip(batch.q_lens, batch.kv_lens))]
     return to_device([starts[b] for b in members], torch.int64, batch.device)
 
 

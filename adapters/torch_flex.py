@@ -106,6 +106,7 @@ class TorchFlexBackend(AdapterBackend):
         features=frozenset(
             ("ragged", "paged", "causal", "bidirectional", "window", "softcap", "alibi", "mask")
         ),
+        host_lengths=True,
     )
 
     @classmethod

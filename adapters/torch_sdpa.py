@@ -117,6 +117,7 @@ class TorchSdpaBackend(AdapterBackend):
         features=frozenset(
             ("ragged", "paged", "causal", "bidirectional", "window", "alibi", "mask")
         ),
+        host_lengths=True,
     )
 
     @classmethod

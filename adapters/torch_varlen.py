@@ -103,6 +103,7 @@ class TorchVarlenBackend(AdapterBackend):
         features=frozenset(
             ("ragged", "paged", "causal", "bidirectional", "window", "batch_invariant")
         ),
+        host_lengths=True,
     )
 
     @classmethod

@@ -101,6 +101,10 @@ class Capabilities:
         phases: Of ``"prefill"`` and ``"decode"``.
         features: Of ``FEATURES``.
         fused_sinks: The kernel folds sinks in itself; else they are merged after the run.
+        host_lengths: ``plan`` works from lengths on the host; where a batch lacks them, it copies
+            them from the device and waits. Without this, ``plan`` and ``run`` never wait.
+        rounds_row_sum: The row sum, and so the LSE, is taken over probabilities rounded to the
+            query dtype: off by up to that dtype's unit roundoff (bf16: 0.002, fp16: 0.0005).
     """
 
     devices: tuple[str, ...]
@@ -116,6 +120,8 @@ class Capabilities:
     phases: tuple[str, ...] = PHASES
     features: frozenset[str] = frozenset()
     fused_sinks: bool = False
+    host_lengths: bool = False
+    rounds_row_sum: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(self.features - set(FEATURES))

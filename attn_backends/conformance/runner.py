@@ -65,7 +65,7 @@ def _try(check: Check, target: Target, case: Case, spec: AttentionSpec) -> tuple
             require_refusal(target, case, spec, reasons)
             return "refused", "; ".join(map(str, reasons))
         feature = check.feature
-        if feature is not None and feature not in target.backend.capabilities.features:
+        if feature is not None and feature not in target.make(spec).capabilities.features:
             return "refused", _require_feature_refusal(target, case, spec, feature)
     try:
         check.function(target, case)

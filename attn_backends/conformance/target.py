@@ -123,13 +123,21 @@ class Target:
 
     def expected(self, case: Case, spec: AttentionSpec | None = None) -> Expected:
         """The exact answer of a case, shared by all backends of the process."""
-        return _expected(case, spec or case.spec(self.base), self.device)
+        spec = spec or case.spec(self.base)
+        return _expected(case, spec, self.device, self._rounds_row_sum(spec))
+
+    def _rounds_row_sum(self, spec: AttentionSpec) -> bool:
+        if self.reasons(spec):
+            return self.backend.capabilities.rounds_row_sum
+        return self.make(spec).capabilities.rounds_row_sum
 
 
 @lru_cache(maxsize=4096)
-def _expected(case: Case, spec: AttentionSpec, device: torch.device) -> Expected:
+def _expected(
+    case: Case, spec: AttentionSpec, device: torch.device, rounds_row_sum: bool
+) -> Expected:
     inputs = build(case, spec, device)
-    return expect(spec, inputs.sequences, inputs.extras)
+    return expect(spec, inputs.sequences, inputs.extras, rounds_row_sum=rounds_row_sum)
 
 
 def nan_out(inputs: Inputs) -> AttentionOutput:

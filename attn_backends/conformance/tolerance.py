@@ -104,6 +104,8 @@ def _products(
     """
     if spec.dtype.itemsize > 2:
         return torch.einsum("qhd,khd->hqk", q.to(dtype), k)
+    if spec.dtype.itemsize == 1:
+        return _fp8_products(q, k, dtype)
     total = torch.zeros(q.shape[1], q.shape[0], k.shape[0], dtype=dtype, device=q.device)
     for d in range(0, q.shape[2], 16):
         lanes = slice(d, d + 16)
@@ -115,8 +117,37 @@ def _products(
     return total
 
 
-def expect(spec: AttentionSpec, sequences: list[Sequence], extras: Extras) -> Expected:
-    """Exact answers of a whole call, with bounds from its data."""
+#: Bits after the leading one that fp8 products keep when a tensor core lines them up for a sum.
+FP8_SUM_BITS = 13
+
+
+def _fp8_products(q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``q . k`` of fp8 numbers: 32 products at a time, each cut to the grid of the largest."""
+    total = torch.zeros(q.shape[1], q.shape[0], k.shape[0], dtype=torch.float64, device=q.device)
+    for d in range(0, q.shape[2], 32):
+        lanes = slice(d, d + 32)
+        left = q[..., lanes].double().transpose(0, 1)[:, :, None]  # [H, q_len, 1, 32]
+        terms = left * k[..., lanes].double().transpose(0, 1)[:, None]  # [H, q_len, kv_len, 32]
+        terms = torch.cat([terms, total[..., None]], dim=-1)
+        largest = terms.abs().amax(dim=-1, keepdim=True).clamp_min(2.0**-60)
+        grid = torch.exp2(largest.log2().floor() - FP8_SUM_BITS)
+        total = ((terms / grid).trunc() * grid).sum(dim=-1)
+    return total.to(dtype)
+
+
+def expect(
+    spec: AttentionSpec, sequences: list[Sequence], extras: Extras, *, rounds_row_sum: bool = False
+) -> Expected:
+    """Exact answers of a whole call, with bounds from its data.
+
+    Args:
+        spec: What the layer fixes.
+        sequences: Queries, keys and values, sequence by sequence.
+        extras: The optional inputs.
+        rounds_row_sum: Whether the backend declares that it sums rounded probabilities: then the
+            LSE may be off by the unit roundoff of the query dtype, which bounds what rounding
+            every term of a sum of positive numbers can do to it.
+    """
     exact = [attend(spec, seq, extras) for seq in sequences]
     if not exact:
         raise ValueError("sequences=[] (allowed: at least one)")
@@ -138,6 +169,8 @@ def expect(spec: AttentionSpec, sequences: list[Sequence], extras: Extras) -> Ex
     scale = torch.maximum(reach, torch.where(torch.isinf(lse), 0.0, lse.abs())).clamp_min(1.0)
     lse_ratio = _largest(torch.where(torch.isinf(lse), 0.0, (lse_low.double() - lse).abs()) / scale)
     lse_tol = 2 * (lse_ratio + 2 * unit_roundoff(torch.float32)) * scale
+    if rounds_row_sum and spec.dtype.itemsize <= 2:
+        lse_tol = lse_tol + unit_roundoff(spec.dtype)
     return Expected(o, lse, o_tol, lse_tol, step)
 
 

@@ -13,7 +13,12 @@ from attn_backends.conformance.inputs import build
 from attn_backends.conformance.oracle import attend
 from attn_backends.conformance.probes import probe_answers, visible_positions
 from attn_backends.conformance.target import ConformanceError, require_lse, require_o
-from attn_backends.conformance.tolerance import emulate, expect, unit_roundoff
+from attn_backends.conformance.tolerance import (
+    _fp8_products,
+    emulate,
+    expect,
+    unit_roundoff,
+)
 
 CPU = torch.device("cpu")
 BASE = Base(head_dim=16)
@@ -88,6 +93,33 @@ def test_an_error_of_a_few_rounding_steps_is_seen(dtype, part):
         require_lse((want.lse + 1e-4).float(), want)
     with pytest.raises(ConformanceError):
         require_o(torch.full_like(want.o, math.nan).to(dtype), want, spec)
+
+
+def test_a_declared_rounding_of_the_row_sum_widens_the_bound_of_the_lse_alone_by_one_roundoff():
+    case = next(c for c in value_cases("smoke") if c.name == "ragged-extend")
+    spec = case.spec(Base(dtype=torch.bfloat16))
+    inputs = build(case, spec, CPU)
+    strict = expect(spec, inputs.sequences, inputs.extras)
+    wide = expect(spec, inputs.sequences, inputs.extras, rounds_row_sum=True)
+    assert torch.equal(strict.o_tol, wide.o_tol)
+    more = wide.lse_tol - strict.lse_tol
+    torch.testing.assert_close(more, torch.full_like(more, unit_roundoff(torch.bfloat16)))
+
+
+def test_fp8_products_are_cut_to_the_grid_of_the_largest_term_as_tensor_cores_do():
+    q = torch.zeros(1, 1, 64)
+    k = torch.zeros(1, 1, 64)
+    q[0, 0, 0], k[0, 0, 0] = 64.0, 64.0  # 2**12, so that the grid is 1/2
+    q[0, 0, 1:4], k[0, 0, 1:4] = 0.5, 0.875  # 0.4375 each: below the grid, so lost
+    q[0, 0, 4], k[0, 0, 4] = 1.0, 0.75  # cut to 0.5
+    assert float(_fp8_products(q, k, torch.float32)[0, 0, 0]) == 4096.5
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(3, 2, 96, generator=generator).to(torch.float8_e4m3fn)
+    k = torch.randn(5, 2, 96, generator=generator).to(torch.float8_e4m3fn)
+    exact = torch.einsum("qhd,khd->hqk", q.double(), k.double())
+    error = (_fp8_products(q, k, torch.float32).double() - exact).abs()
+    largest = float(exact.abs().max() + q.double().abs().max() * k.double().abs().max())
+    assert 0 < float(error.max()) < 99 * largest * 2.0**-13
 
 
 def test_probe_answers_are_the_oracles():
