@@ -13,7 +13,7 @@ from .listing import BackendInfo, list_backends
 from .ranking import shape_bucket
 from .registry import ATTENTION_BACKENDS, register_attention_backend
 from .selection import Selection, select
-from .tuning import TuningFile, TuningRow, load_tuning
+from .tuning import TuningFile, TuningPoint, TuningRow, load_tuning, write_tuning
 
 __all__ = [
     "ATTENTION_BACKENDS",
@@ -23,6 +23,7 @@ __all__ = [
     "PhaseChoice",
     "Selection",
     "TuningFile",
+    "TuningPoint",
     "TuningRow",
     "explain",
     "list_backends",
@@ -31,4 +32,5 @@ __all__ = [
     "select",
     "shape_bucket",
     "use",
+    "write_tuning",
 ]

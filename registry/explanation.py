@@ -17,6 +17,7 @@ from .ranking import ranking
 from .registry import AUTO, known_names, lookup
 from .selection import check_call, choose, demanded, policy_reasons
 from .target import judge
+from .tuning import TuningRow
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class PhaseChoice:
         ranking: Under ``auto``, the order followed: a measured row or the shipped ranking.
         error: Why the call would be refused; None if it would not.
         rejected: Every backend that is not chosen, with all its reasons.
+        measured: Under ``auto``, the row of the tuning file that is followed, with its batches;
+            None without one.
     """
 
     phase: str
@@ -40,6 +43,7 @@ class PhaseChoice:
     ranking: str | None
     error: str | None
     rejected: Mapping[str, tuple[Reason, ...]]
+    measured: TuningRow | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -51,6 +55,7 @@ class PhaseChoice:
             "ranking": self.ranking,
             "error": self.error,
             "rejected": {name: [str(r) for r in rs] for name, rs in self.rejected.items()},
+            "measured": None if self.measured is None else self.measured.model_dump(),
         }
 
     def __str__(self) -> str:
@@ -58,6 +63,9 @@ class PhaseChoice:
         lines[0] += f": {self.setting})" if self.setting else ")"
         if self.ranking is not None:
             lines.append(f"  order: {self.ranking}")
+        for point in () if self.measured is None else self.measured.points:
+            times = ", ".join(f"{n} {t:g} us" for n, t in point.median_us.items())
+            lines.append(f"    {point.batch} x {point.q_len} over {point.kv_len}: {times}")
         if self.error is not None:
             lines += [f"  error: {self.error}"]
         for name, reasons in self.rejected.items():
@@ -189,6 +197,7 @@ def _explain(
         ranking=None if order is None else order.source,
         error=error,
         rejected=rejected,
+        measured=None if order is None else order.row,
     )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +14,34 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from ..config import stamp
 from ..errors import InvalidInputError
 from .target import invalid_fields
+
+Microseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class TuningPoint(BaseModel):
+    """What was measured for one batch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    batch: int = Field(ge=1)
+    """Sequences."""
+    q_len: int = Field(ge=1)
+    """Queries of each."""
+    kv_len: int = Field(ge=1)
+    """Keys of each."""
+    num_heads: int = Field(ge=1)
+    """Query heads; the bucket fixes their ratio to KV heads."""
+    median_us: dict[str, Microseconds]
+    """Median time in microseconds, by backend name."""
+    mode: dict[str, str] = Field(default_factory=dict)
+    """How each was timed: ``graph_cold`` or ``eager``."""
+    refused: dict[str, str] = Field(default_factory=dict)
+    """Why a backend has no time here."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What tells points of a bucket apart."""
+        return self.batch, self.q_len, self.kv_len, self.num_heads
 
 
 class TuningRow(BaseModel):
@@ -24,8 +55,37 @@ class TuningRow(BaseModel):
     """Which of the two was measured."""
     bucket: str = Field(min_length=1)
     """What ``shape_bucket(spec)`` gives."""
-    median_us: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(min_length=1)
-    """Median time in microseconds, by backend name."""
+    median_us: dict[str, Microseconds] = Field(min_length=1)
+    """Microseconds by backend name: what ``auto`` goes by. Over several points it is the geometric
+    mean of their medians, of the backends that have a time wherever any has."""
+    points: tuple[TuningPoint, ...] = ()
+    """The batches behind it."""
+
+    @classmethod
+    def of(
+        cls, device: str, phase: Literal["prefill", "decode"], bucket: str,
+        points: Sequence[TuningPoint],
+    ) -> TuningRow | None:  # fmt: skip
+        """Sum up points that have times; None if no backend has one at all of them.
+
+        Args:
+            device: As the field.
+            phase: As the field.
+            bucket: As the field.
+            points: Batches that were measured.
+        """
+        timed = [p for p in points if p.median_us]
+        means = {
+            name: math.exp(sum(math.log(p.median_us[name]) for p in timed) / len(timed))
+            for name in (timed[0].median_us if timed else ())
+            if all(name in p.median_us for p in timed)
+        }
+        if not means:
+            return None
+        median_us = {name: round(mean, 3) or mean for name, mean in means.items()}
+        return cls(
+            device=device, phase=phase, bucket=bucket, median_us=median_us, points=tuple(points)
+        )
 
 
 class TuningFile(BaseModel):
@@ -66,6 +126,12 @@ class TuningFile(BaseModel):
                 return row
         return None
 
+    def with_row(self, row: TuningRow) -> TuningFile:
+        """The same file with a row added, in place of that for the same device and bucket."""
+        key = (row.device, row.phase, row.bucket)
+        rows = [r for r in self.rows if (r.device, r.phase, r.bucket) != key]
+        return self.model_copy(update={"rows": [*rows, row]})
+
 
 _loaded: dict[str, tuple[Any, TuningFile]] = {}
 
@@ -99,4 +165,30 @@ def load_tuning(path: str | os.PathLike[str]) -> TuningFile:
     return tuning
 
 
-__all__ = ["TuningFile", "TuningRow", "load_tuning"]
+def write_tuning(path: str | os.PathLike[str], tuning: TuningFile) -> None:
+    """Write a tuning file; whoever reads meanwhile finds the old one or the new, never a part.
+
+    Args:
+        path: Where; folders are made.
+        tuning: What to write.
+
+    Raises:
+        InvalidInputError: The file cannot be written.
+    """
+    target = Path(os.path.expanduser(os.fspath(path)))
+    name = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(tuning.model_dump_json(indent=1) + "\n")
+        os.chmod(name, 0o644)  # made for its owner alone
+        os.replace(name, target)
+    except OSError as error:
+        if name is not None:
+            Path(name).unlink(missing_ok=True)
+        allowed = "a file that can be written"
+        raise InvalidInputError.of("tuning_file", str(path), allowed, str(error)) from None
+
+
+__all__ = ["TuningFile", "TuningPoint", "TuningRow", "load_tuning", "write_tuning"]

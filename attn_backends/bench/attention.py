@@ -12,127 +12,51 @@ medians. The ratio to a peer is printed only if both answers are right.
 from __future__ import annotations
 
 import argparse
-import gc
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..torch_native.backend import TorchNativeBackend
 from ..triton_native.backend import TritonBackend, TritonOptions
 from .attention_cases import Case, Inputs, cases
-from .attention_peers import peers
-from .graph_timer import Times, Variant, capture, measure
+from .attention_point import measure_case, peer_ways
+from .host import host_case, show_host
 from .report import save
+from .runner import Call, Found, Way, release
 
 MODULE = "attn_backends.bench.attention"
 
 
-def ours(x: Inputs, options: TritonOptions | None = None) -> Callable[[int], Any]:
+def ours(x: Inputs, options: TritonOptions | None = None) -> Call:
     """The ``triton`` backend on the inputs, planned once."""
-    backend = TritonBackend(x.spec, device="cuda", options=options)
+    backend = TritonBackend(x.spec, device=x.device, options=options)
     plan = backend.plan(x.batch)
     return lambda i: backend.run(x.q[i], x.k[i], x.v[i], plan)
 
 
-def reference(x: Inputs) -> torch.Tensor:
-    """The answer on copy 0, computed in float32."""
-    backend = TorchNativeBackend(x.spec)
-    return backend.run(x.q[0], x.k[0], x.v[0], backend.plan(x.batch)).o.float()
-
-
-def error_of(call: Callable[[int], Any], want: torch.Tensor) -> float:
-    """Largest error of a variant's output on copy 0."""
-    out = call(0)
-    out = out[0] if isinstance(out, tuple) else out
-    error = (out.float().reshape(want.shape) - want).abs().max()
-    return float(error)
-
-
-def limit_of(want: torch.Tensor, case: Case) -> float:
-    """Largest error that still counts as right: a few roundings of the output dtype."""
-    eps = 2.0**-7 if case.kv_dtype != "fp8" else 2.0**-4
-    return 4 * eps * float(want.abs().max())
-
-
-def run_case(case: Case, with_peers: bool, only: set[str] | None, rounds: int) -> list[dict]:
-    """Measure one point; rows of the results file."""
+def run_case(case: Case, with_peers: bool, only: set[str] | None, rounds: int) -> Found:
+    """Measure ``triton`` and its peers at one point."""
     x = Inputs(case)
-    want = reference(x)
-    makers: dict[str, Callable[[], Callable[[int], Any]]] = {"triton": lambda: ours(x)}
+    ways = {"triton": Way(lambda: ours(x))}
     if case.bench in ("prefill", "extend"):
-        makers["triton-plain"] = lambda: ours(x, TritonOptions(hopper=False))
+        ways["triton-plain"] = Way(lambda: ours(x, TritonOptions(hopper=False)))
     if with_peers:
-        makers |= {k: v for k, v in peers(x).items() if only is None or k in only}
-    variants, errors = [], {}
-    for name, make in makers.items():
-        try:
-            call = make()
-            errors[name] = error_of(call, want)
-            variant = Variant(name, call)
-            capture(variant, x.copies)
-            variants.append(variant)
-        except Exception as error:
-            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    times = measure(variants, rounds)
-    limit = limit_of(want, case)
-    return [_row(x, name, t, errors[name], errors[name] <= limit) for name, t in times.items()]
+        ways |= peer_ways(x, only)
+    return measure_case(x, ways, rounds=rounds)
 
 
-def _row(x: Inputs, name: str, t: Times, error: float, right: bool, **more: Any) -> dict[str, Any]:
-    seconds = t.median_us * 1e-6
-    return {
-        "bench": x.case.bench, "case": x.case.row(), "backend": name, "mode": "graph_cold",
-        "median_us": round(t.median_us, 2), "p20_us": round(t.p20_us, 2),
-        "p80_us": round(t.p80_us, 2), "tflops": round(x.flops / seconds / 1e12, 1),
-        "gbps": round(x.bytes / seconds / 1e9), "max_err": error, "right": right, **more,
-    }  # fmt: skip
-
-
-def show(case: Case, rows: list[dict[str, Any]]) -> None:
+def show(case: Case, found: Found) -> None:
     """Print one line per backend, with the ratio of its time to ours."""
-    own = next((r for r in rows if r["backend"] == "triton"), None)
-    for r in rows:
-        ratio = ""
-        if own is not None and r is not own and own["right"] and r["right"]:
-            ratio = f"{r['median_us'] / own['median_us']:.3f}x"
-        state = "" if r["right"] else "WRONG"
-        print(
-            f"{case.bench:8s}{case.label:28s}{r['backend']:16s}{r['median_us']:10.1f} us"
-            f"{r['gbps']:7d} GB/s{r['tflops']:8.1f} TF {ratio:8s} err {r['max_err']:.1e} {state}",
-            flush=True,
-        )
-
-
-def host_times(case: Case) -> list[dict[str, Any]]:
-    """Host microseconds of plan and run, eager, without waiting for the device."""
-    x = Inputs(case)
-    backend = TritonBackend(x.spec, device="cuda")
-    plan = backend.plan(x.batch)
-    work: dict[str, Callable[[], Any]] = {
-        "plan": lambda: backend.plan(x.batch),
-        "run": lambda: backend.run(x.q[0], x.k[0], x.v[0], plan),
-    }
-    rows = []
-    for name, call in work.items():
-        samples = []
-        for _ in range(20):
-            call()
-        for _ in range(40):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(20):
-                call()
-            samples.append((time.perf_counter() - start) / 20 * 1e6)
-        torch.cuda.synchronize()
-        samples.sort()
-        row = {"bench": f"host-{name}", "case": case.row(), "backend": "triton", "mode": "host",
-               "median_us": round(samples[20], 2), "p20_us": round(samples[8], 2),
-               "p80_us": round(samples[32], 2)}  # fmt: skip
-        print(f"host {name:5s}{case.label:28s}{row['median_us']:8.1f} us", flush=True)
-        rows.append(row)
-    return rows
+    own = next((r for r in found.rows if r["backend"] == "triton" and r["right"]), None)
+    for r in found.rows:
+        text = f"{case.bench:8s}{case.label:28s}{r['backend']:16s}"
+        if not r["right"]:
+            print(f"{text} WRONG, err {r['max_err']:.1e}, limit {r['limit']:.1e}", flush=True)
+            continue
+        ratio = "" if own in (None, r) else f"{r['median_us'] / own['median_us']:.3f}x"
+        text += f"{r['median_us']:10.1f} us{r['gbps']:8.0f} GB/s{r['tflops']:8.1f} TF"
+        print(f"{text} {ratio:8s} err {r['max_err']:.1e}", flush=True)
+    for r in found.refused:
+        print(f"  {r['backend']}: {r['reason']}", flush=True)
 
 
 def _changes(args: argparse.Namespace) -> dict[str, Any]:
@@ -179,22 +103,22 @@ def main(argv: list[str] | None = None) -> int:
         for bench in args.bench or ["decode", "prefill", "mla"]:
             tune(_selected(bench, args), rows, args.workers, lambda: save(args.json, MODULE, rows))
         return 0
-    rows = []
+    found = Found()
     bench = "decode" if args.what == "host" else args.what
     for case in _selected(bench, args):
         try:
             if args.what == "host":
-                rows += host_times(case)
+                more = host_case(Inputs(case), ["triton"])
+                show_host(case, more)
             else:
                 only = set(args.peer) if args.peer else None
-                found = run_case(case, not args.no_peers, only, args.rounds)
-                show(case, found)
-                rows += found
+                more = run_case(case, not args.no_peers, only, args.rounds)
+                show(case, more)
+            found.add(more)
         except Exception as error:
             print(f"{case.label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-        save(args.json, MODULE, rows)
+        release(torch.device("cuda"))
+        save(args.json, MODULE, found.rows, refused=found.refused)
     return 0
 
 

@@ -1,16 +1,21 @@
-"""The points that attention is measured at, and their inputs on the GPU."""
+"""The points that attention is measured at, and their inputs."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from ..batch import Batch
+from ..errors import InvalidInputError
 from ..spec import AttentionSpec
 from .graph_timer import copies_for
+from .presets import Preset
+from .roofline import find_gpu
+from .runner import Point
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
@@ -53,25 +58,35 @@ class Case:
             kv = [rng.randint(128, self.kv_len) for _ in range(self.batch)]
         return [self.q_len] * self.batch, kv
 
+    @property
+    def phase(self) -> str:
+        """The phase that a backend is chosen for."""
+        return "decode" if self.q_len == 1 else "prefill"
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What a layer of this case fixes."""
+        return AttentionSpec(
+            self.num_heads, self.num_kv_heads, self.head_dim,
+            head_dim_v=self.head_dim_v, dtype=DTYPES[self.dtype], kv_dtype=DTYPES[self.kv_dtype],
+            page_size=self.page_size, causal=self.causal, batch_invariant=self.batch_invariant,
+        )  # fmt: skip
+
     def row(self) -> dict[str, Any]:
         """The case as it stands in results files."""
         return {k: v for k, v in asdict(self).items() if k != "bench"}
 
 
 class Inputs:
-    """Random inputs of a case; as many copies of keys and values as keep L2 cold."""
+    """Random inputs of a case; on a GPU as many copies of keys and values as keep L2 cold."""
 
-    def __init__(self, case: Case, *, seed: int = 0) -> None:
+    def __init__(self, case: Case, *, seed: int = 0, device: torch.device | str = "cuda") -> None:
         torch.manual_seed(seed)
+        self.device = device = torch.device(device)
         self.case = case
         self.q_lens, self.kv_lens = case.lengths()
         self.share = case.head_dim == 576
-        spec = AttentionSpec(
-            case.num_heads, case.num_kv_heads, case.head_dim,
-            head_dim_v=case.head_dim_v, dtype=DTYPES[case.dtype], kv_dtype=DTYPES[case.kv_dtype],
-            page_size=case.page_size, causal=case.causal, batch_invariant=case.batch_invariant,
-        )  # fmt: skip
-        self.spec = spec
+        self.spec = spec = case.spec
         size, heads = case.page_size, case.num_kv_heads
         keys = sum(self.kv_lens)
         if size is None:
@@ -80,25 +95,25 @@ class Inputs:
         else:
             width = max(-(-n // size) for n in self.kv_lens)
             pages = case.batch * width
-            self.table = torch.randperm(pages, device="cuda").int().view(case.batch, width)
+            self.table = torch.randperm(pages, device=device).int().view(case.batch, width)
             shape = (pages, size)
         lanes = case.head_dim + (0 if self.share else case.head_dim_v)
         self.kv_bytes = keys * heads * lanes * spec.kv.itemsize
-        self.copies = copies_for(self.kv_bytes)
+        self.copies = copies_for(self.kv_bytes) if device.type == "cuda" else 1
         tokens = sum(self.q_lens)
 
         def rand(*dims: int) -> torch.Tensor:
-            x = torch.randn(dims, device="cuda", dtype=torch.bfloat16)
+            x = torch.randn(dims, device=device, dtype=torch.bfloat16)
             return x.to(spec.kv)
 
         self.q = [
-            torch.randn(tokens, case.num_heads, case.head_dim, device="cuda").to(spec.dtype)
+            torch.randn(tokens, case.num_heads, case.head_dim, device=device).to(spec.dtype)
             for _ in range(self.copies)
         ]
         self.k = [rand(*shape, heads, case.head_dim) for _ in range(self.copies)]
         self.v = [None if self.share else rand(*shape, heads, case.head_dim_v) for _ in self.k]
         self.batch = Batch.from_lengths(
-            self.q_lens, self.kv_lens, page_table=self.table, device="cuda"
+            self.q_lens, self.kv_lens, page_table=self.table, device=device
         )
         out_bytes = tokens * case.num_heads * (case.head_dim_v * 2 + 4)
         self.bytes = self.kv_bytes + self.q[0].numel() * self.q[0].element_size() + out_bytes
@@ -111,6 +126,17 @@ class Inputs:
         for q, kv in zip(self.q_lens, self.kv_lens):
             pairs += sum(max(0, i + 1 + kv - q) for i in range(q)) if case.causal else q * kv
         return 2 * pairs * case.num_heads * (case.head_dim + case.head_dim_v)
+
+    def point(self) -> Point:
+        """The same for the runner."""
+        case = self.case
+        gpu = None
+        if self.device.type == "cuda":
+            gpu = find_gpu(torch.cuda.get_device_name(self.device))
+        return Point(
+            case.bench, case.row(), case.label, self.bytes, self.flops, case.dtype, self.copies,
+            self.device, gpu,
+        )  # fmt: skip
 
 
 def cases(bench: str, **changes: Any) -> list[Case]:
@@ -137,4 +163,73 @@ def cases(bench: str, **changes: Any) -> list[Case]:
     return [replace(c, **changes) for c in found]
 
 
-__all__ = ["DTYPES", "Case", "Inputs", "cases"]
+#: Points that a CPU gets through in seconds: (batch, query length, key length).
+_SMALL = {
+    "decode": [(1, 1, 64), (1, 1, 256), (4, 1, 256)],
+    "prefill": [(1, 64, 64), (1, 128, 128), (2, 64, 64)],
+    "extend": [(1, 16, 128), (2, 32, 256)],
+    "mla": [(1, 1, 64), (2, 1, 128)],
+}
+
+
+def shape_of(bench: str, preset: Preset) -> dict[str, Any]:
+    """The fields of a case that a preset fixes.
+
+    Raises:
+        InvalidInputError: The benchmark is of MLA, and the model has none.
+    """
+    if bench == "mla" and not preset.is_mla:
+        fix = "measure its decode"
+        raise InvalidInputError.of("preset", preset.model.name, "deepseek, for mla", fix)
+    model = preset.prefill if bench == "prefill" else preset.model
+    return {
+        "num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim, "head_dim_v": model.dv,
+        "page_size": None if bench == "prefill" else preset.page_size,
+    }  # fmt: skip
+
+
+def points(
+    bench: str,
+    shape: dict[str, Any],
+    device: torch.device,
+    batches: Sequence[int] = (),
+    lengths: Sequence[int] = (),
+    q_len: int | None = None,
+) -> list[Case]:
+    """The points of a command: a grid if batches or lengths are given, else the standard ones.
+
+    Args:
+        bench: ``prefill``, ``extend``, ``decode`` or ``mla``.
+        shape: Fields of every case.
+        device: Decides which points are standard: few and short ones on a CPU.
+        batches: Numbers of sequences; empty is 1.
+        lengths: Keys of a sequence; empty is 1024, or 128 on a CPU.
+        q_len: Queries of a sequence in ``extend``; None is 128, or 16 on a CPU.
+
+    Raises:
+        InvalidInputError: A number is not positive, or ``q_len`` exceeds a length.
+    """
+    cpu = device.type != "cuda"
+    for name, numbers in (("batch", batches), ("length", lengths), ("q_len", [q_len or 1])):
+        for n in numbers:
+            if n < 1:
+                raise InvalidInputError.of(name, n, "an int >= 1")
+    if q_len is not None and bench != "extend":
+        raise InvalidInputError.of("q_len", q_len, f"None: {bench} decides it")
+    if not batches and not lengths and q_len is None:
+        if cpu:
+            return [Case(bench, *numbers, **shape) for numbers in _SMALL[bench]]
+        standard = cases(bench, **shape)
+        return list(dict.fromkeys(standard))  # mla has each point for two numbers of heads
+    found = []
+    for b in batches or (1,):
+        for n in lengths or (128 if cpu else 1024,):
+            q = {"decode": 1, "mla": 1, "prefill": n}.get(bench, q_len or (16 if cpu else 128))
+            if q > n:
+                raise InvalidInputError.of("q_len", q, f"1..{n}, the length")
+            found.append(Case(bench, b, q, n, **shape))
+    return found
+
+
+__all__ = ["DTYPES", "Case", "Inputs", "cases", "points", "shape_of"]

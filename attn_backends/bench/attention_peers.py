@@ -147,26 +147,35 @@ def sdpa(x: Inputs, name: str) -> Call:
     return call
 
 
+#: What ``peers`` knows, by benchmark.
+PEER_NAMES = {
+    "mla": ("fa3", "flashinfer-fa3", "flashinfer-fa2"),
+    "decode": ("flashinfer-fa2", "fa3"),
+    "extend": ("fa3", "flashinfer-fa2", "flashinfer-fa3"),
+    "prefill": ("fa3", "flashinfer-fa2", "flashinfer-fa3", "cudnn", "torch-flash"),
+}
+
+
 def peers(x: Inputs) -> dict[str, Callable[[], Call]]:
     """Constructors of the peers that a case can be put to, by result name."""
     bench = x.case.bench
     if bench == "mla":
-        return {
+        known: dict[str, Callable[[], Call]] = {
             "fa3": lambda: fa3(x),
             "flashinfer-fa3": lambda: flashinfer_mla(x, "fa3"),
             "flashinfer-fa2": lambda: flashinfer_mla(x, "fa2"),
         }
-    if bench == "decode":
-        return {"flashinfer-fa2": lambda: flashinfer_decode(x), "fa3": lambda: fa3(x)}
-    found: dict[str, Callable[[], Call]] = {
-        "fa3": lambda: fa3(x),
-        "flashinfer-fa2": lambda: flashinfer_prefill(x, "fa2"),
-        "flashinfer-fa3": lambda: flashinfer_prefill(x, "fa3"),
-    }
-    if bench == "prefill":
-        found["cudnn"] = lambda: sdpa(x, "cudnn")
-        found["torch-flash"] = lambda: sdpa(x, "torch-flash")
-    return found
+    elif bench == "decode":
+        known = {"flashinfer-fa2": lambda: flashinfer_decode(x), "fa3": lambda: fa3(x)}
+    else:
+        known = {
+            "fa3": lambda: fa3(x),
+            "flashinfer-fa2": lambda: flashinfer_prefill(x, "fa2"),
+            "flashinfer-fa3": lambda: flashinfer_prefill(x, "fa3"),
+            "cudnn": lambda: sdpa(x, "cudnn"),
+            "torch-flash": lambda: sdpa(x, "torch-flash"),
+        }
+    return {name: known[name] for name in PEER_NAMES[bench]}
 
 
-__all__ = ["peers"]
+__all__ = ["PEER_NAMES", "peers"]

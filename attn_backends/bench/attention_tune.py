@@ -19,6 +19,7 @@ import torch
 from ..triton_native import measured
 from ..triton_native.backend import TritonOptions
 from .attention_cases import DTYPES, Case, Inputs
+from .gate import check, limit_of, reference
 from .graph_timer import Variant, capture, measure
 
 #: (block_n, warps, stages) of the split kernel by widest head; the first is the rule's choice.
@@ -64,18 +65,12 @@ def _block_m(case: Case) -> int:
 
 def _precompile(job: tuple[Case, dict[str, Any], int]) -> str:
     case, options, arch = job
-    from ..spec import AttentionSpec
     from ..triton_native.offline import record
 
-    spec = AttentionSpec(
-        case.num_heads, case.num_kv_heads, case.head_dim, head_dim_v=case.head_dim_v,
-        dtype=DTYPES[case.dtype], kv_dtype=DTYPES[case.kv_dtype], page_size=case.page_size,
-        causal=case.causal, batch_invariant=case.batch_invariant,
-    )  # fmt: skip
     q_lens, kv_lens = case.lengths()
     share = case.head_dim == 576
     for launch in record(
-        spec, q_lens, kv_lens, arch=arch, share_kv=share, options=TritonOptions(**options)
+        case.spec, q_lens, kv_lens, arch=arch, share_kv=share, options=TritonOptions(**options)
     ):
         launch.compile(arch)
     return ""
@@ -99,16 +94,17 @@ def precompile(jobs: Iterable[tuple[Case, dict[str, Any], int]], workers: int) -
 
 def _measure(x: Inputs, trials: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Microseconds of every trial that runs; all interleaved."""
-    from .attention import error_of, limit_of, ours, reference
+    from .attention import ours
 
     want = reference(x)
+    limit = limit_of(want.o, x.spec.dtype, x.spec.kv)
     variants = []
     for name, options in trials.items():
         try:
             call = ours(x, TritonOptions(**options))
-            error = error_of(call, want)
-            if not error <= limit_of(want, x.case):
-                print(f"  {name}: WRONG, error {error:.1e}", flush=True)
+            checked = check(call, want, limit)
+            if not checked.right:
+                print(f"  {name}: WRONG, error {checked.error:.1e}", flush=True)
                 continue
             variant = Variant(name, call)
             capture(variant, x.copies)

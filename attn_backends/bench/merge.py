@@ -11,9 +11,8 @@ medians. A variant is timed only after its answer was checked.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,14 +20,19 @@ import torch
 
 from ..merge import cuda_merge, merge_state, merge_states, triton_merge
 from . import report
-from .graph_timer import Times, Variant, capture, copies_for, measure
-from .merge_peers import PEERS, Call, PairInputs, flashinfer_states
+from .gate import Checked
+from .graph_timer import Times, copies_for
+from .merge_peers import PEERS, PairInputs, flashinfer_states
+from .roofline import find_gpu
+from .runner import EAGER, GRAPH, Call, Found, Point, Way, measure_point, release, unchecked
+from .wall_timer import sync_of
 
 MODULE = "attn_backends.bench.merge"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS = (1, 4, 16, 64, 256, 512, 613, 1024, 1536, 2048, 4096, 8192, 16384, 65536)
 MAX_COPIES = 2048  # more launches than this make a graph slow to capture
 PATHS = ("cuda", "triton", "torch")
+Maker = Callable[[], Call] | Way
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Case:
     states: int = 2
     lse_layout: str = "token"  # or "head": views of [H, T]
     empty: float = 0.0  # share of rows whose first state is empty
+    device: str = "cuda"
 
     @property
     def rows(self) -> int:
@@ -58,7 +63,21 @@ class Case:
     @property
     def copies(self) -> int:
         """Copies of the inputs that one replay rotates through."""
-        return min(copies_for(self.bytes), MAX_COPIES)
+        return min(copies_for(self.bytes), MAX_COPIES) if self.device == "cuda" else 1
+
+    def row(self) -> dict[str, Any]:
+        """The case as it stands in results files."""
+        fields = {k: v for k, v in asdict(self).items() if k != "device"}
+        return {**fields, "copies": self.copies}
+
+    def point(self) -> Point:
+        """The same for the runner; arithmetic is counted as one multiply-add a lane and state."""
+        device = torch.device(self.device)
+        gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        flops = 2 * self.rows * self.states * self.head_dim
+        return Point(
+            "merge", self.row(), self.label, self.bytes, flops, "fp32", self.copies, device, gpu
+        )
 
     @property
     def label(self) -> str:
@@ -71,14 +90,14 @@ class Case:
 
 def make_states(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Random states: ``o [n, copies, T, H, D]``, ``lse [n, copies, T, H]``."""
-    shape = (case.states, case.copies, case.tokens, case.num_heads)
-    o = torch.empty(*shape, case.head_dim, dtype=DTYPES[case.dtype], device="cuda").normal_()
+    shape, device = (case.states, case.copies, case.tokens, case.num_heads), case.device
+    o = torch.empty(*shape, case.head_dim, dtype=DTYPES[case.dtype], device=device).normal_()
     if case.lse_layout == "head":
-        lse = torch.empty(*shape[:2], *shape[:1:-1], device="cuda").normal_().mT
+        lse = torch.empty(*shape[:2], *shape[:1:-1], device=device).normal_().mT
     else:
-        lse = torch.empty(shape, device="cuda").normal_()
+        lse = torch.empty(shape, device=device).normal_()
     if case.empty:
-        lse[0].masked_fill_(torch.rand(shape[1:], device="cuda") < case.empty, -float("inf"))
+        lse[0].masked_fill_(torch.rand(shape[1:], device=device) < case.empty, -float("inf"))
     return o, lse
 
 
@@ -89,66 +108,63 @@ def oracle(states: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     return sum(w[..., None] * o.double() for w, (o, _) in zip(weights, states))  # type: ignore
 
 
-def check(call: Call, want: torch.Tensor, dtype: torch.dtype) -> tuple[float, bool]:
-    """Largest error of ``call(0)``, and whether it is right: a rounding or two of the dtype."""
+def check(call: Call, want: torch.Tensor, dtype: torch.dtype) -> Checked:
+    """Whether ``call(0)`` is right: a rounding or two of the dtype away at most."""
     got = call(0)[0].double()
     unit = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
     error = (got - want).abs()
     # Where summands of a few units cancel, float32 arithmetic itself leaves about 1e-6.
     floor = max(unit * 1e-2, 2.0**-19)
-    right = bool((error <= unit * want.abs() + floor).all())
-    return float(error.max()), right
+    limit = unit * want.abs() + floor
+    return Checked(float(error.max()), float(limit.max()), bool((error <= limit).all()))
+
+
+def check_within(call: Call, want: torch.Tensor, bound: float) -> Checked:
+    """Whether ``call(0)`` is nowhere further away than ``bound``."""
+    error = float((call(0)[0].double() - want).abs().max())
+    return Checked(error, bound, error <= bound)
 
 
 def run(
     case: Case,
-    makers: dict[str, Callable[[], Call]],
+    makers: Mapping[str, Maker],
     want: torch.Tensor,
     rounds: int,
-) -> list[dict[str, Any]]:
-    """Check, capture and time variants; rows of the results file."""
+    modes: tuple[str, ...] = (GRAPH,),
+    limit_s: float | None = None,
+) -> Found:
+    """Check and time ways to merge, all in turn."""
     dtype = DTYPES[case.dtype]
-    variants, checked = [], {}
-    for name, make in makers.items():
-        try:
-            call = make()
-            checked[name] = check(call, want, dtype) if name != "copy" else (0.0, True)
-            variant = Variant(name, call)
-            capture(variant, case.copies)
-            variants.append(variant)
-        except Exception as error:
-            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    times = measure(variants, rounds)
-    rows = [_row(case, name, "graph_cold", t, *checked[name]) for name, t in times.items()]
-    _show(case, rows)
-    return rows
+    ways = {name: m if isinstance(m, Way) else Way(m) for name, m in makers.items()}
+    return measure_point(
+        case.point(), ways, lambda call: check(call, want, dtype),
+        modes=modes, rounds=rounds, limit_s=limit_s,
+    )  # fmt: skip
 
 
-def _row(
-    case: Case, name: str, mode: str, t: Times, error: float, right: bool, **more: Any
-) -> dict[str, Any]:
-    gbps = case.bytes / t.median_us / 1e3
-    return {
-        "bench": "merge", "case": {**asdict(case), "copies": case.copies}, "backend": name,
-        "mode": mode, "median_us": round(t.median_us, 3), "p20_us": round(t.p20_us, 3),
-        "p80_us": round(t.p80_us, 3), "gbps": round(gbps), "max_err": error, "right": right,
-        **more,
-    }  # fmt: skip
-
-
-def _show(case: Case, rows: list[dict[str, Any]]) -> None:
-    own = [r["median_us"] for r in rows if r["backend"].split("[")[0] in ("cuda", "triton")]
+def show(case: Case, found: Found) -> None:
+    """Print one line per way, with its time over that of our best path."""
+    right = [r for r in found.rows if r["right"]]
+    own = [r["median_us"] for r in right if r["backend"].split("[")[0] in ("cuda", "triton")]
     best = min(own, default=float("nan"))
-    for r in rows:
-        state = "" if r["right"] else "  WRONG"
-        print(
-            f"{case.label:44s}{r['mode']:11s}{r['backend']:34s}{r['median_us']:10.2f} us"
-            f"{r['gbps']:7d} GB/s{r['median_us'] / best:7.3f}x of our best{state}",
-            flush=True,
-        )
+    for r in found.rows:
+        text = f"{case.label:44s}{r['mode']:11s}{r['backend']:34s}"
+        if r["right"]:
+            text += f"{r['median_us']:10.2f} us{r['gbps']:7.0f} GB/s"
+            text += f"{r['median_us'] / best:7.3f}x of our best"
+        else:
+            text += f"WRONG, err {r['max_err']:.1e}"
+        print(text, flush=True)
+    for r in found.refused:
+        print(f"  {r['backend']}: {r['reason']}", flush=True)
 
 
-def pair_makers(case: Case, peers: bool) -> tuple[dict[str, Callable[[], Call]], torch.Tensor]:
+def paths_on(device: str) -> tuple[str, ...]:
+    """Our paths that a device can run."""
+    return PATHS if device == "cuda" else ("torch",)
+
+
+def pair_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor]:
     """All ways to merge two states, and the right answer for copy 0."""
     o, lse = make_states(case)
     out = torch.empty_like(o[0]), torch.empty_like(lse[0])
@@ -163,21 +179,25 @@ def pair_makers(case: Case, peers: bool) -> tuple[dict[str, Callable[[], Call]],
 
     def copy() -> Call:
         half = case.bytes // 2  # as many bytes read and written as the merge moves in all
-        source = torch.empty(case.copies, half, dtype=torch.uint8, device="cuda").random_()
+        source = torch.empty(case.copies, half, dtype=torch.uint8, device=case.device).random_()
         target = torch.empty_like(source)
         return lambda i: target[i].copy_(source[i])
 
-    makers: dict[str, Callable[[], Call]] = {p: lambda p=p: ours(p) for p in PATHS}  # type: ignore
-    makers["copy"] = copy
+    makers: dict[str, Maker] = {
+        p: lambda p=p: ours(p)
+        for p in paths_on(case.device)  # type: ignore
+    }
+    makers["copy"] = Way(copy, gate=unchecked)
     if peers:
         makers |= {name: lambda make=make: make(x) for name, make in PEERS.items()}  # type: ignore
     return makers, oracle([(x.o_a[0], x.lse_a[0]), (x.o_b[0], x.lse_b[0])])
 
 
-def many_makers(case: Case, peers: bool) -> tuple[dict[str, Callable[[], Call]], torch.Tensor]:
+def many_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor]:
     """All ways to merge n states, pairwise merging among them."""
     o, lse = make_states(case)
     o, lse = o.transpose(0, 1).contiguous(), lse.transpose(0, 1).contiguous()
+    want = oracle(list(zip(o[0], lse[0])))
     out = torch.empty_like(o[:, 0]), torch.empty_like(lse[:, 0])
 
     def ours(path: str) -> Call:
@@ -193,14 +213,19 @@ def many_makers(case: Case, peers: bool) -> tuple[dict[str, Callable[[], Call]],
 
         return call
 
-    makers: dict[str, Callable[[], Call]] = {p: lambda p=p: ours(p) for p in PATHS}  # type: ignore
-    makers["pairwise"] = pairwise
+    makers: dict[str, Maker] = {
+        p: lambda p=p: ours(p)
+        for p in paths_on(case.device)  # type: ignore
+    }
+    # Each of its merges rounds a mean of states to their dtype.
+    bound = float(o[0].abs().max()) * (case.states - 1) * torch.finfo(o.dtype).eps
+    makers["pairwise"] = Way(pairwise, gate=lambda call: check_within(call, want, bound))
     if peers:
         makers["flashinfer"] = lambda: flashinfer_states(o, lse)
-    return makers, oracle(list(zip(o[0], lse[0])))
+    return makers, want
 
 
-def sweep_makers(case: Case) -> tuple[dict[str, Callable[[], Call]], torch.Tensor]:
+def sweep_makers(case: Case) -> tuple[dict[str, Maker], torch.Tensor]:
     """Our kernels over launch shapes; ``spec`` loads both sides before the weights are known."""
     o, lse = make_states(case)
     out_o, out_lse = torch.empty_like(o[0]), torch.empty_like(lse[0])
@@ -223,7 +248,7 @@ def sweep_makers(case: Case) -> tuple[dict[str, Callable[[], Call]], torch.Tenso
         shape = triton_merge.Tuning(warps, vectors, 1 << 62 if spec else -1)
         return through(triton_merge.prepare_pair(*six, dtype, True, shape))
 
-    makers: dict[str, Callable[[], Call]] = {}
+    makers: dict[str, Maker] = {}
     for spec in (True, False):
         word = "spec" if spec else "skip"
         for threads in (128, 256, 512):
@@ -240,58 +265,66 @@ def sweep_makers(case: Case) -> tuple[dict[str, Callable[[], Call]], torch.Tenso
     return makers, oracle([(o[0, 0], lse[0, 0]), (o[1, 0], lse[1, 0])])
 
 
-def host_rows(case: Case, peers: bool, samples: int = 60, calls: int = 50) -> list[dict[str, Any]]:
+def host_rows(case: Case, peers: bool, samples: int = 60, calls: int = 50) -> Found:
     """Eager time per call: ``host`` without waiting for the GPU, ``eager`` with it."""
     makers, want = pair_makers(case, peers)
     o, lse = make_states(case)
     makers.pop("copy")
-    for path in PATHS[:2]:
-        states = (o[0, 0], lse[0, 0], o[1, 0], lse[1, 0])
-        makers[f"{path}-allocating"] = lambda p=path, s=states: (  # type: ignore
-            lambda i: merge_state(*s, path=p)
+    states = (o[0, 0], lse[0, 0], o[1, 0], lse[1, 0])
+    other = oracle([states[:2], states[2:]])
+    for path in paths_on(case.device)[:2]:
+        makers[f"{path}-allocating"] = lambda p=path: (  # type: ignore
+            lambda i: merge_state(*states, path=p)
         )
-    ready = {}
+    found, point, sync = Found(), case.point(), sync_of(torch.device(case.device))
+    ready, checks = {}, {}
     for name, make in makers.items():
         try:
             call = make()
-            call(0)
+            right = other if name.endswith("-allocating") else want
+            checks[name] = check(call, right, DTYPES[case.dtype])
+        except Exception as error:  # foreign code may raise anything
+            found.refused.append(point.refusal(name, f"{type(error).__name__}: {error}"))
+            continue
+        if checks[name].right:
             ready[name] = call
-        except Exception as error:
-            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-    found: dict[tuple[str, str], list[float]] = {}
+        else:
+            found.rows.append(point.wrong(name, EAGER, checks[name]))
+    times: dict[tuple[str, str], list[float]] = {}
     for _ in range(samples):
         for name, call in ready.items():
-            torch.cuda.synchronize()
+            sync()
             start = time.perf_counter()
             for _ in range(calls):
                 call(0)
             queued = time.perf_counter()
-            torch.cuda.synchronize()
+            sync()
             done = time.perf_counter()
-            found.setdefault((name, "host"), []).append((queued - start) / calls * 1e6)
-            found.setdefault((name, "eager"), []).append((done - start) / calls * 1e6)
-    rows = []
-    for (name, mode), times in found.items():
-        times.sort()
-        n = len(times)
-        t = Times(times[n // 2], times[n // 5], times[4 * n // 5])
-        rows.append(_row(case, name, mode, t, *_checked(name, ready[name], want, case)))
-    _show(case, rows)
-    return rows
+            times.setdefault((name, "host"), []).append((queued - start) / calls * 1e6)
+            times.setdefault((name, EAGER), []).append((done - start) / calls * 1e6)
+    for (name, mode), spent in times.items():
+        if mode == EAGER or case.device == "cuda":  # a CPU works while it is called
+            found.rows.append(point.row(name, mode, Times.of(spent), checks[name]))
+    return found
 
 
-def _checked(name: str, call: Call, want: torch.Tensor, case: Case) -> tuple[float, bool]:
-    if name.endswith("-allocating"):  # merges other random states
-        return 0.0, True
-    return check(call, want, DTYPES[case.dtype])
+def standard_cases(
+    tokens: Sequence[int] = (), *, device: str = "cuda", **shape: Any
+) -> dict[str, list[Case]]:
+    """The points of each part of the benchmark.
 
-
-def standard_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """The points of each part of the benchmark."""
-    tokens = [int(t) for t in args.tokens.split(",")] if args.tokens else list(TOKENS)
-    base = {"num_heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype}
-    pairs = [Case(t, **base) for t in tokens]
-    if not args.tokens:
+    Args:
+        tokens: Token counts of pairs and of the sweep; empty is the standard ones.
+        device: ``cuda``, or ``cpu`` with few and small points.
+        shape: Fields of the pairs: ``num_heads``, ``head_dim``, ``dtype``.
+    """
+    base = {"device": device, **shape}
+    if device != "cuda":
+        small = [Case(t, **base) for t in tokens or (1, 16, 64)]
+        eight = [Case(c.tokens, **base, states=8) for c in small[:2]]
+        return {"pairs": small, "many": eight, "host": small[:1], "sweep": []}
+    pairs = [Case(t, **base) for t in tokens or TOKENS]
+    if not tokens:
         pairs += [Case(t, 32, 128, "bf16", lse_layout="head") for t in (256, 1024, 8192)]
         pairs += [Case(8192, 32, 128, "bf16", empty=e) for e in (0.5, 1.0)]
         pairs += [Case(t, 128, 128, "bf16") for t in (256, 4096)]
@@ -299,11 +332,27 @@ def standard_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
         pairs += [Case(4096, 32, 128, d) for d in ("fp16", "fp32")]
     many = [Case(t, 32, 128, "bf16", states=8) for t in (64, 1024, 8192)]
     many += [Case(t, 32, 128, "fp32", states=n) for t, n in ((1, 64), (64, 16), (1024, 4))]
-    swept = [int(t) for t in args.tokens.split(",")] if args.tokens else [1, 64, 256, 1024, 2048]
-    if not args.tokens:
-        swept += [4096, 8192, 65536]
-    sweep = [Case(t, **base) for t in swept]
+    sweep = [Case(t, **base) for t in tokens or (1, 64, 256, 1024, 2048, 4096, 8192, 65536)]
     return {"pairs": pairs, "many": many, "host": [Case(64), Case(1)], "sweep": sweep}
+
+
+def measure_part(
+    part: str,
+    case: Case,
+    *,
+    peers: bool,
+    rounds: int,
+    modes: tuple[str, ...] = (GRAPH,),
+    limit_s: float | None = None,
+) -> Found:
+    """Measure one point of a part: ``pairs``, ``many``, ``host`` or ``sweep``."""
+    if part == "host":
+        return host_rows(case, peers)
+    if part == "sweep":
+        makers, want = sweep_makers(case)
+    else:
+        makers, want = (pair_makers if part == "pairs" else many_makers)(case, peers)
+    return run(case, makers, want, rounds, modes, limit_s)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -318,31 +367,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--rounds", type=int, default=24)
     args = parser.parse_args(argv)
-    points = standard_cases(args)
+    tokens = [int(t) for t in args.tokens.split(",")] if args.tokens else []
+    shape = {"num_heads": args.heads, "head_dim": args.head_dim, "dtype": args.dtype}
+    points = standard_cases(tokens, **shape)
     what = args.what or ["pairs", "many", "host"]
     if unknown := set(what) - set(points):
         parser.error(f"unknown part {', '.join(sorted(unknown))} (of: {', '.join(points)})")
-    rows: list[dict[str, Any]] = []
-    peers = not args.no_peers
+    found = Found()
     for part in what:
         for case in points[part]:
             try:
-                if part == "host":
-                    rows += host_rows(case, peers)
-                else:
-                    if part == "sweep":
-                        makers, want = sweep_makers(case)
-                    else:
-                        makers, want = (pair_makers if part == "pairs" else many_makers)(
-                            case, peers
-                        )
-                    rows += run(case, makers, want, args.rounds)
-                    del makers, want
+                more = measure_part(part, case, peers=not args.no_peers, rounds=args.rounds)
+                show(case, more)
+                found.add(more)
             except Exception as error:
                 print(f"{case.label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            report.save(args.json, MODULE, rows)
+            release(torch.device("cuda"))
+            report.save(args.json, MODULE, found.rows, refused=found.refused)
     return 0
 
 

@@ -96,6 +96,7 @@ class Gpu:
 
 
 _LOCAL = "every second layer has a window; counted here as full"
+_MOSTLY_LOCAL = "five of six layers have a window; counted here as full"
 MODELS = {
     m.name: m
     for m in (
@@ -107,6 +108,7 @@ MODELS = {
             "mistral-7b", 32, 8, 128, 32, note="window of v0.1 not counted; later have none"
         ),
         ModelShape("gemma2-9b", 16, 8, 256, 42, note=_LOCAL),
+        ModelShape("gemma3-12b", 16, 8, 256, 48, note=_MOSTLY_LOCAL),
         ModelShape("gpt-oss-120b", 64, 8, 64, 36, note=_LOCAL),
         ModelShape("smollm2-135m", 9, 3, 64, 30),
         ModelShape(
@@ -149,6 +151,22 @@ GPUS = {
         ),
     )
 }
+
+
+#: Names that CUDA gives to the GPUs of the table; other forms of them have other rates.
+_CUDA_NAMES = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA B200": "b200",
+    "NVIDIA L4": "l4",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+}
+
+
+def find_gpu(name: str) -> Gpu | None:
+    """The GPU that CUDA calls ``name``; None if its rates are not known."""
+    return GPUS.get(_CUDA_NAMES.get(name, ""))
 
 
 @dataclass(frozen=True)
@@ -295,5 +313,6 @@ __all__ = [
     "ModelShape",
     "Pass",
     "Roofline",
+    "find_gpu",
     "roofline",
 ]

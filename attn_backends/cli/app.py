@@ -1,4 +1,7 @@
-"""The console script ``attn-backends``; each command is a module with ``NAME`` and ``command``."""
+"""The console script ``attn-backends``; each command is a module with ``NAME`` and ``command``.
+
+A module with ``group`` in place of ``command`` has commands of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,16 @@ if TYPE_CHECKING:
     import typer
 
 #: Modules of this package, in the order of the help text.
-COMMANDS = ("list_backends", "doctor", "explain", "generate", "roofline", "conform")
+COMMANDS = (
+    "list_backends",
+    "doctor",
+    "explain",
+    "generate",
+    "roofline",
+    "conform",
+    "bench",
+    "tune",
+)
 _NEEDS = "attn-backends needs typer and rich: pip install 'attn-backends[cli]'"
 
 
@@ -39,8 +51,18 @@ def build_app() -> typer.Typer:
     app.callback(help=about, invoke_without_command=True)(root)
     for name in COMMANDS:
         module: ModuleType = importlib.import_module(f"{__package__}.{name}")
-        app.command(module.NAME, help=_unwrapped(module.command.__doc__))(module.command)
+        if hasattr(module, "group"):  # commands of its own
+            app.add_typer(_unwrapped_group(module.group()), name=module.NAME)
+            continue
+        text = _unwrapped(module.command.__doc__)
+        app.command(module.NAME, cls=getattr(module, "CLS", None), help=text)(module.command)
     return app
+
+
+def _unwrapped_group(group: typer.Typer) -> typer.Typer:
+    for info in group.registered_commands:
+        info.help = _unwrapped(info.callback.__doc__ or "") if info.callback else None
+    return group
 
 
 def _unwrapped(document: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any
 
 import typer
@@ -98,6 +99,16 @@ def _show(out: Any, choice: PhaseChoice) -> None:
     out.print(f"\n{choice.phase}: {verdict} (chosen by {by})", style="bold", soft_wrap=True)
     if choice.ranking is not None:
         out.print(f"order: {choice.ranking}", soft_wrap=True)
+    if choice.measured is not None and choice.measured.points:
+        names = list(choice.measured.median_us)
+        lines = [
+            [
+                f"{p.batch} x {p.q_len} over {p.kv_len}",
+                *(f"{p.median_us.get(n, math.nan):g}" for n in names),
+            ]
+            for p in choice.measured.points
+        ]
+        out.print(table("", ["measured, us", *names], lines))
     if choice.error is not None:
         out.print(choice.error, style="red", soft_wrap=True)
     rows = [[name, "\n".join(map(str, rs))] for name, rs in choice.rejected.items()]
