@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .capacity import Capacity
     from .cascade import cascade_attention
     from .config import AttentionConfig, configure
+    from .counters import Stats, stats
     from .errors import (
         AttnBackendsError,
         BackendUnavailableError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     )
     from .kv_cache import write_kv
     from .merge import apply_sinks, choose_merge_path, merge_state, merge_state_, merge_states
+    from .observation import observe, observed
     from .output import AttentionOutput
     from .plan import Plan
     from .registry import (
@@ -53,6 +55,7 @@ _MODULES = {
     "capacity": ("Capacity",),
     "cascade": ("cascade_attention",),
     "config": ("AttentionConfig", "configure"),
+    "counters": ("Stats", "stats"),
     "errors": (
         "AttnBackendsError",
         "BackendUnavailableError",
@@ -63,6 +66,7 @@ _MODULES = {
     ),
     "kv_cache": ("write_kv",),
     "merge": ("apply_sinks", "choose_merge_path", "merge_state", "merge_state_", "merge_states"),
+    "observation": ("observe", "observed"),
     "output": ("AttentionOutput",),
     "plan": ("Plan",),
     "registry": (
@@ -115,6 +119,7 @@ __all__ = [
     "Plan",
     "Reason",
     "Selection",
+    "Stats",
     "UnknownBackendError",
     "UnsupportedCallError",
     "__version__",
@@ -128,8 +133,11 @@ __all__ = [
     "merge_state",
     "merge_state_",
     "merge_states",
+    "observe",
+    "observed",
     "register_attention_backend",
     "select",
+    "stats",
     "use",
     "write_kv",
 ]

@@ -30,12 +30,22 @@ VARIABLES = {
     "CONFIG": "A configuration file (YAML, TOML or JSON); single variables go before it.",
     "PLUGINS": "Comma-separated plugins that may be loaded, or none; unset allows all.",
     "VALIDATE": "1 checks device tensors too, with a sync.",
-    "LOG": "Level of the library's log: debug, info, warning or error.",
+    "LOG": "Level of the library's log: trace, debug, info, warning or error.",
+    "STATS": "1 counts plans and calls; see `stats()`.",
+    "RANGES": "1 names plans and calls in traces of torch.profiler.",
     "CACHE": "Folder for the models that `attn-backends generate` fetches.",
 }
 _NAMES, _LISTS = ("BACKEND", "PREFILL", "DECODE"), ("ALLOW", "DENY")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_LEVELS = ("debug", "info", "warning", "error")
+#: Below debug: every call, with its inputs.
+TRACE = 5
+_LEVELS = {
+    "trace": TRACE,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 _ENCODED = tuple(
     os.fsencode(PREFIX + name) if os.name == "posix" else PREFIX + name for name in VARIABLES
@@ -74,7 +84,8 @@ def variable(name: str) -> str | None:
 def read() -> dict[str, Any]:
     """Parse the variables that stand for fields of ``AttentionConfig``.
 
-    Also warns, once each, of variables with the prefix that nobody reads, and sets the log level.
+    Also warns, once each, of variables with the prefix that nobody reads, and starts or ends what
+    they say of the log, of counters and of ranges.
 
     Returns:
         The fields that are set, as ``AttentionConfig`` takes them; backend names are unchecked.
@@ -83,7 +94,7 @@ def read() -> dict[str, Any]:
         InvalidInputError: A value cannot be read; the message names the variable.
     """
     warn_unknown()
-    apply_log_level()
+    _apply_observation()
     values: dict[str, Any] = {}
     for name in (*_NAMES, *_LISTS):
         if (text := os.environ.get(PREFIX + name)) is not None:
@@ -127,15 +138,40 @@ def warn_unknown() -> None:
         )
 
 
-def apply_log_level() -> None:
-    """Set the level of the ``attn_backends`` logger if ``ATTN_BACKENDS_LOG`` names one."""
-    text = variable("LOG")
-    if text is None:
+_observed: list[str | None] = [None, None, None]
+
+
+def _apply_observation() -> None:
+    """Have plans and calls observed as the variables say, if that changed."""
+    now = [variable(name) for name in ("LOG", "STATS", "RANGES")]
+    if now == _observed:
         return
-    if text.lower() not in _LEVELS:
-        raise InvalidInputError.of(f"{PREFIX}LOG", repr(text), ", ".join(_LEVELS))
+    if now[0] is not None:
+        log_level(now[0], PREFIX + "LOG")
+    from .observation import follow_environment  # not before it is wanted
+
+    follow_environment()
+    _observed[:] = now
+
+
+def log_level(text: str, field: str) -> int:
+    """The level of the log by its name.
+
+    Raises:
+        InvalidInputError: There is no such level.
+    """
+    if not isinstance(text, str) or text.lower() not in _LEVELS:
+        raise InvalidInputError.of(field, repr(text), ", ".join(_LEVELS))
+    return _LEVELS[text.lower()]
+
+
+def set_log_level(text: str) -> None:
+    """Set the level of the ``attn_backends`` logger, and show the log if nobody else does."""
     logger = logging.getLogger("attn_backends")
-    logger.setLevel(text.upper())
+    level = log_level(text, "log")
+    if level == TRACE and logging.getLevelName(TRACE) == f"Level {TRACE}":
+        logging.addLevelName(TRACE, "TRACE")
+    logger.setLevel(level)
     if not logger.hasHandlers():  # nobody set up logging: show what was asked for
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s %(levelname)s: %(message)s"))
@@ -154,7 +190,7 @@ def boolean(name: str, text: str) -> bool:
 
 
 def _allowed(name: str) -> str:
-    if name in ("BATCH_INVARIANT", "VALIDATE"):
+    if name in ("BATCH_INVARIANT", "VALIDATE", "STATS", "RANGES"):
         return ", ".join(_TRUE + _FALSE)
     if name == "LOG":
         return ", ".join(_LEVELS)
@@ -167,11 +203,13 @@ def _allowed(name: str) -> str:
 
 __all__ = [
     "PREFIX",
+    "TRACE",
     "VARIABLES",
     "allowed_plugins",
-    "apply_log_level",
     "boolean",
+    "log_level",
     "read",
+    "set_log_level",
     "snapshot",
     "split_names",
     "variable",

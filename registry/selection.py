@@ -14,6 +14,7 @@ import torch
 from ..backend import AttentionBackend
 from ..capabilities import PHASES
 from ..config import PROCESS, AttentionConfig, stamp
+from ..counters import COUNTERS
 from ..environment import snapshot
 from ..errors import (
     AttnBackendsError,
@@ -122,7 +123,14 @@ def select(
     settings = resolve(phase, backend, config)
     # Stamps come first: a file that changes while it is read is then read again.
     files = tuple((path, stamp(path)) for path in settings.files)
-    selection = choose(spec, phase, where, settings)
+    try:
+        selection = choose(spec, phase, where, settings)
+    except (UnsupportedCallError, BackendUnavailableError):
+        COUNTERS.add("refusals", settings.name)
+        raise
+    asked = None if settings.name == AUTO else lookup(settings.name).name
+    COUNTERS.chosen(selection.name, phase, asked)
+    _log_named(selection)
     if len(_cache) >= _MOST_CACHED:
         _cache.clear()
     _cache[key] = _Cached(selection, config, files)
@@ -300,6 +308,16 @@ def _log_choice(
     _logged.add(key)
     passed = "".join(f"; {n}: {'; '.join(map(str, r))}" for n, r in rejected.items())
     logger.info("auto chose %s for %s on %s (%s)%s", name, phase, device, order.source, passed)
+
+
+def _log_named(selection: Selection) -> None:
+    """Say once that a setting chose; ``auto`` says more, where it knows more."""
+    key = (selection.name, selection.phase, selection.device, selection.setting)
+    if selection.layer == AUTO or key in _logged:
+        return
+    _logged.add(key)
+    text = "%s chosen by %s for %s on %s"
+    logger.info(text, selection.name, selection.setting, selection.phase, selection.device)
 
 
 def _log_unavailable(name: str, verdict: Verdict) -> None:

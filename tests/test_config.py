@@ -291,8 +291,8 @@ def test_the_environment_fills_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ("TUNING_FILE", "", ["the path of a file"]),
         ("CONFIG", "", ["the path of a file"]),
         ("CONFIG", "/nowhere/c.json", ["/nowhere/c.json"]),
-        ("LOG", "loud", ["debug, info, warning, error"]),
-        ("LOG", "", ["debug, info, warning, error"]),
+        ("LOG", "loud", ["trace, debug, info, warning, error"]),
+        ("LOG", "", ["trace, debug, info, warning, error"]),
     ],
 )
 def test_a_wrong_variable_is_refused_by_name(
