@@ -8,14 +8,14 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.9' || e
 CONSTRAINTS ?= tests/constraints.txt
 JOBS ?= 2
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test lint docs wheel clean
 
 $(VENV)/.installed: pyproject.toml Makefile $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(foreach name,$(TORCH),'$(name)')
 	$(BIN)/python -m pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) \
-		--editable '.[cli,cuda,transformers,bench,test,dev]'
+		--editable '.[cli,cuda,transformers,bench,test,docs,dev]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -29,6 +29,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p attn_backends
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m attn_backends.bench.gallery docs/gallery --check
+	$(BIN)/python -m sphinx -E -W --keep-going -q docs build/docs
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build --wheel

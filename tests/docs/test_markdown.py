@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+sys.path.insert(0, str(Path(__file__).parent))
+from pages import FENCE, PAGES, ROOT, anchors, blocks, name_of
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [body for kind, body in FENCE.findall(page.read_text()) if kind == language]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch) -> None:
     code = blocks(page, "python")
     if not code:
@@ -32,15 +27,25 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(TABLE, "entries", dict(TABLE.entries))  # pages may register backends
     namespace: dict[str, object] = {"__name__": "__docs__"}
     for number, body in enumerate(code):
-        exec(compile(body, f"{page.name}[{number}]", "exec"), namespace)
+        exec(compile(body, f"{page.name}[{number}]", "exec", dont_inherit=True), namespace)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_page_is_among_those_that_are_tested() -> None:
+    tracked = {p for p in (ROOT / "docs").rglob("*.md") if "examples" not in p.parts}
+    assert tracked <= set(PAGES) and len(tracked) > 15
+    assert {ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")} <= set(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_resolve(page: Path) -> None:
-    prose = FENCE.sub("", page.read_text())
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)", prose):
-        if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
 def test_capability_table_is_what_the_backends_declare() -> None:
@@ -64,32 +69,6 @@ def test_environment_page_lists_every_variable() -> None:
     assert rows == [(PREFIX + name, text) for name, text in VARIABLES.items()]
 
 
-README_COMMANDS = [
-    line.strip()
-    for body in blocks(ROOT / "README.md", "")
-    for line in body.splitlines()
-    if line.strip().startswith("attn-backends ")
-]
-
-
-@pytest.mark.parametrize("line", [line for line in README_COMMANDS if " generate " not in line])
-def test_readme_commands_run(line: str) -> None:
-    """``generate`` fetches a model; ``make demo`` runs it."""
-    from typer.testing import CliRunner
-
-    from attn_backends.cli.app import build_app
-
-    result = CliRunner().invoke(build_app(), shlex.split(line)[1:])
-    assert result.exit_code == 0, result.output
-
-
-def test_readme_commands_are_found() -> None:
-    assert len(README_COMMANDS) >= 5
-    makefile = (ROOT / "Makefile").read_text()
-    for target in ("demo", "test"):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-
-
 def test_performance_tables_are_made_from_the_results() -> None:
     from attn_backends.bench.tables import rewrite
 
@@ -100,9 +79,23 @@ def test_performance_tables_are_made_from_the_results() -> None:
 
 
 def test_results_say_where_they_come_from() -> None:
-    import json
-
     for file in (ROOT / "docs/results").rglob("*.json"):
         meta = json.loads(file.read_text()).get("meta", json.loads(file.read_text()))
         if "environment" not in meta:  # doctor's own form
             assert all(meta.get(k) for k in ("command", "date", "gpu", "torch", "commit")), file
+
+
+def test_worked_numbers_stand_in_the_code_beside_them() -> None:
+    """Each number in a table of the page about mathematics is in a block of the same section."""
+    text = (ROOT / "docs/math.md").read_text()
+    checked = 0
+    for section in re.split(r"^## ", text, flags=re.MULTILINE):
+        code = "\n".join(body for kind, body in FENCE.findall(section) if kind == "python")
+        known = {float(n.replace("_", "")) for n in re.findall(r"\d[\d_]*\.?\d*(?:e-?\d+)?", code)}
+        rows = re.findall(r"^\|(.*)\|$", section, re.MULTILINE)
+        for cell in (c.strip() for row in rows for c in row.split("|")):
+            number = re.match(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?=$|[ %])", cell)
+            if number and abs(value := float(number[0].replace(",", ""))) > 9:
+                assert value in known, f"{value} stands in a table only: {section[:30]!r}"
+                checked += 1
+    assert checked > 30
