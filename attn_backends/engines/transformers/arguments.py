@@ -32,6 +32,7 @@ IGNORED = frozenset(
 #: Arguments that the plug reads itself.
 PACKED = frozenset(
     {
+        "attn_backends_pages",
         "block_table",
         "cache",
         "cu_seq_lens_k",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...backend import AttentionBackend
-from ...errors import Reason
+from ...errors import Reason, UnsupportedCallError
 from ...plan import Plan
 from ...registry import select
 from ...spec import AttentionSpec
@@ -26,9 +26,13 @@ from .arguments import argument_reasons, refusal
 from .lse import record
 from .masks import LazyMask, Lengths, Rule, check_sliding_window
 from .packed import PackedLengths, packed_lengths, update_cache
+from .paged import MARK, Pages
 from .rows import kv_rows
 
 _MAX_PLANS = 8
+
+#: Backends whose plans are made on the device alone, so that a capture records the planning too.
+CAPTURABLE = ("triton",)
 
 
 @dataclass
@@ -56,11 +60,13 @@ class Attention:
         name: The name it is registered under, for messages.
         backend: The backend it is tied to; None leaves the choice to the configuration.
         ignore: Arguments of models that the user declared harmless.
+        paged: Whether pages of continuous batching are read where they lie.
     """
 
     name: str
     backend: str | None = None
     ignore: frozenset[str] = frozenset()
+    paged: bool = True
     _local: threading.local = field(default_factory=threading.local, repr=False)
 
     def function(self) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -105,19 +111,20 @@ class Attention:
             reasons = argument_reasons(dropout, (query, key, value), kwargs, self.ignore)
             if reasons:
                 raise refusal(self.name, *reasons)
-            key, value = update_cache(self.name, module, key, value, kwargs)
+            key, value, pages = update_cache(self.name, module, key, value, kwargs, self.paged)
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             query, key, value = _one_batch(query, key, value)
             visible = self._visible(
-                module, query, key, attention_mask, bool(causal), sliding_window, kwargs
+                module, query, key, attention_mask, bool(causal), sliding_window, kwargs, pages
             )
-            return self._run(query, key, value, visible, scaling, softcap, s_aux), None
+            return self._run(query, key, value, visible, scaling, softcap, s_aux, pages), None
 
         why = "plans are made on the host: compile without fullgraph"
         disable: Callable[..., Any] = torch.compiler.disable
         function: Callable[..., tuple[torch.Tensor, None]] = disable(
             attn_backends_forward, reason=why
         )
+        setattr(function, MARK, self.paged)
         return function
 
     def _visible(
@@ -129,8 +136,9 @@ class Attention:
         causal: bool,
         sliding_window: int | None,
         kwargs: dict[str, Any],
+        pages: Pages | None,
     ) -> Visible:
-        lengths = packed_lengths(self.name, module, query, key, kwargs)
+        lengths = packed_lengths(self.name, module, query, key, kwargs, pages)
         if lengths is not None:
             if lengths.paged:  # its mask, if any, only repeats the lengths
                 return Visible(_rule(True, lengths.sliding_window), packed=lengths)
@@ -185,6 +193,7 @@ class Attention:
         scaling: float | None,
         softcap: float | None,
         s_aux: torch.Tensor | None,
+        pages: Pages | None,
     ) -> torch.Tensor:
         batch, heads, q_len, dim = query.shape
         spec = _spec(
@@ -198,24 +207,44 @@ class Attention:
             visible.rule.window,
             softcap,
             None if scaling is None else float(scaling),
+            None if pages is None else pages.page_size,
             visible.mask is not None,
         )
         lengths = visible.lengths if visible.packed is None else visible.packed
         assert lengths is not None
         phase = "decode" if lengths.max_q_len == 1 else "prefill"
-        backend = select(spec, phase=phase, device=query.device, backend=self.backend).backend
-        k, v, step = kv_rows(key, value)
+        backend = self._select(spec, phase, query.device)
+        if isinstance(lengths, PackedLengths) and lengths.capturing:
+            self._check_capture(backend)
+        k, v, step = (pages.k, pages.v, 0) if pages is not None else kv_rows(key, value)
         q = query.transpose(1, 2).reshape(batch * q_len, heads, dim)
         out = backend.run(
             q if dim == 1 or q.stride(2) == 1 else q.contiguous(),
-            k[lengths.first_row :],
-            v[lengths.first_row :],
+            k[lengths.first_row :] if lengths.first_row else k,
+            v[lengths.first_row :] if lengths.first_row else v,
             self._plan(backend, lengths, step, query.device),
             sinks=None if s_aux is None else s_aux.detach().float().contiguous(),
             mask=None if visible.mask is None else visible.mask.reshape(-1),
         )
         record(out.lse.view(batch, q_len, heads))
         return out.o.view(batch, q_len, heads, value.shape[3])
+
+    def _select(self, spec: AttentionSpec, phase: str, device: torch.device) -> AttentionBackend:
+        try:
+            return select(spec, phase=phase, device=device, backend=self.backend).backend
+        except UnsupportedCallError as error:
+            if spec.page_size is None:
+                raise
+            fix = "enable(paged=False) gathers the keys of a step instead of reading their pages"
+            raise UnsupportedCallError(
+                f"{error}; {fix}", backend=error.backend, reasons=error.reasons
+            ) from error
+
+    def _check_capture(self, backend: AttentionBackend) -> None:
+        if backend.name not in CAPTURABLE:
+            fix = "set use_cuda_graph=False in the continuous batching config, or take that backend"
+            got = f"True with {backend.name}"
+            raise refusal(self.name, Reason("use_cuda_graph", got, f"{', '.join(CAPTURABLE)}", fix))
 
     def _plan(
         self,
@@ -257,7 +286,8 @@ def _rule(causal: bool, sliding_window: int | None) -> Rule:
 
 @lru_cache(maxsize=256)
 def _spec(*fields: Any) -> AttentionSpec:
-    heads, kv_heads, dim, dim_v, dtype, kv_dtype, causal, window, softcap, scale, mask = fields
+    heads, kv_heads, dim, dim_v, dtype, kv_dtype, causal, window, softcap, scale = fields[:10]
+    page_size, mask = fields[10:]
     return AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -265,6 +295,7 @@ def _spec(*fields: Any) -> AttentionSpec:
         head_dim_v=dim_v,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        page_size=page_size,
         causal=causal,
         window=window,
         softcap=softcap,

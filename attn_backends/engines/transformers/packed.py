@@ -1,8 +1,8 @@
 """Sequences packed into one batch entry: given by ``cu_seq_lens``, or by continuous batching.
 
-``generate_batch`` keeps its keys in a ``PagedAttentionCache``. Newer releases gather a layer's keys
-before they call the attention function; older ones leave that to the function. Either way the
-call holds every sequence's keys in a row, with their lengths.
+``generate_batch`` keeps its keys in a ``PagedAttentionCache``. Newer releases update it before they
+call the attention function; older ones leave that to the function. Either way the call holds
+every sequence's keys in a row with their lengths, or the layer's pages (``paged.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from ...batch import Batch, index_tensor
 from ...errors import Reason
 from .arguments import refusal
+from .paged import ARGUMENT, Pages, page_table, write_pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,10 @@ class PackedLengths:
         max_kv_len: Longest key count, or an upper bound.
         paged: Whether they come from continuous batching, which is always causal.
         sliding_window: Tokens that the layer sees, for continuous batching.
+        rows: Cache row of every key, if they are read from pages; None if they lie in a row.
+        page_size: Tokens per page; None if they lie in a row.
+        capturing: Whether a CUDA graph is being captured. What was planned before a capture is not
+            replayed with it, so such lengths never equal others.
     """
 
     cu_q: torch.Tensor
@@ -44,6 +49,9 @@ class PackedLengths:
     max_kv_len: int
     paged: bool
     sliding_window: int | None
+    rows: torch.Tensor | None = None
+    page_size: int | None = None
+    capturing: bool = False
 
     first_row: ClassVar[int] = 0
     _key: tuple[Any, ...] = field(init=False, repr=False)
@@ -52,10 +60,11 @@ class PackedLengths:
         object.__setattr__(self, "_key", self._state())
 
     def _state(self) -> tuple[Any, ...]:
-        tensors = (self.cu_q, self.cu_k)
+        tensors = [x for x in (self.cu_q, self.cu_k, self.rows) if x is not None]
         if any(x.is_inference() for x in tensors):  # those do not count their writes
             return (id(self),)
         sizes = (self.total_q, self.total_k, self.max_q_len, self.max_kv_len)
+        sizes = (*sizes, self.page_size, self.capturing)
         return (*map(id, tensors), *(x._version for x in tensors), *sizes)
 
     def __eq__(self, other: object) -> bool:
@@ -67,12 +76,16 @@ class PackedLengths:
     def batch(self, step: int, device: torch.device) -> Batch:
         """The batch; nothing is copied to the host."""
         cu_k = index_tensor("cu_seq_lens_k", self.cu_k, device)
+        table = None
+        if self.rows is not None and self.page_size is not None:
+            table = page_table(self.rows, cu_k, self.max_kv_len, self.page_size)
         return Batch(
             cu_seqlens_q=self.cu_q,
             seqlens_k=cu_k.diff(),
-            cu_seqlens_k=cu_k,
+            cu_seqlens_k=cu_k if table is None else None,
+            page_table=table,
             total_q=self.total_q,
-            total_k=self.total_k,
+            total_k=self.total_k if table is None else 0,
             max_seqlen_q=self.max_q_len,
             max_seqlen_k=self.max_kv_len,
         )
@@ -88,30 +101,43 @@ def update_cache(
     key: torch.Tensor,
     value: torch.Tensor,
     kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    read_pages: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, Pages | None]:
     """Write a layer's new keys to the paged cache and read all, where that is our part.
 
+    Args:
+        name: The attention function, for messages.
+        module: The attention layer.
+        key: ``[1, HK, T, D]``, the step's own keys where the cache is ours to update.
+        value: The same with DV.
+        kwargs: The call's further arguments; its lengths become this layer's.
+        read_pages: Leave keys in their pages where that is possible.
+
     Returns:
-        ``[1, HK, Tk, D]`` and ``[1, HK, Tk, DV]``; the arguments if there is nothing to do. The
-        lengths in ``kwargs`` are then this layer's.
+        ``[1, HK, Tk, D]`` and ``[1, HK, Tk, DV]``; the arguments if there is nothing to do. With
+        pages, those hold every key, and the tensors only the step's own.
 
     Raises:
-        UnsupportedCallError: The call leaves writing and reading the pages to a flash kernel.
+        UnsupportedCallError: The call leaves writing and reading the pages to a flash kernel, or
+            the model changed keys after they were written.
     """
     reasons = []
     for argument in ("block_table", "k_cache", "v_cache"):
         if kwargs.get(argument) is not None:
             fix = "set max_blocks_per_request=0 in the continuous batching config"
             reasons.append(Reason(argument, "given", "None", fix))
-    if kwargs and _is_paged(kwargs) and key.is_cuda and torch.cuda.is_current_stream_capturing():
-        fix = "set use_cuda_graph=False in the continuous batching config"
-        reasons.append(Reason("use_cuda_graph", "True", "False", fix))
     if reasons:
         raise refusal(name, *reasons)
+    pages: Pages | None = kwargs.get(ARGUMENT)
+    if pages is not None and not _same(key, pages.new_key):
+        fix = "enable(paged=False) gathers keys before the model changes them"
+        raise refusal(name, Reason("key", "changed after cache.update", "as written", fix))
     cache = kwargs.get("cache")
-    if cache is None or not hasattr(cache, "update") or not _is_paged(kwargs):
-        return key, value
-    layer = module.layer_idx
+    if pages is not None or not hasattr(cache, "update") or not _is_paged(kwargs):
+        return key, value, pages
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if read_pages and (pages := write_pages(cache, layer, key, value, kwargs)) is not None:
+        return key, value, pages
     if "read_index" in inspect.signature(cache.update).parameters:
         kind = "full_attention" if _layer_window(name, module) is None else "sliding_attention"
         for argument in ("cu_seq_lens_k", "max_seqlen_k"):
@@ -128,7 +154,11 @@ def update_cache(
         key, value = cache.update(key, value, layer, kwargs)
     if key.dim() == 3:  # [Tk, HK, D]
         key, value = key.transpose(0, 1).unsqueeze(0), value.transpose(0, 1).unsqueeze(0)
-    return key, value
+    return key, value, None
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def packed_lengths(
@@ -137,6 +167,7 @@ def packed_lengths(
     query: torch.Tensor,
     key: torch.Tensor,
     kwargs: dict[str, Any],
+    pages: Pages | None = None,
 ) -> PackedLengths | None:
     """Lengths of packed sequences, or None if the call is not packed.
 
@@ -161,6 +192,9 @@ def packed_lengths(
         max_kv_len=_longest(kwargs, "k", cu_k),
         paged=paged,
         sliding_window=_layer_window(name, module) if paged else None,
+        rows=None if pages is None else pages.rows,
+        page_size=None if pages is None else pages.page_size,
+        capturing=key.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
 
 

@@ -14,6 +14,7 @@ from ...errors import BackendUnavailableError, InvalidInputError
 from ...registry import ATTENTION_BACKENDS
 from .attention import Attention
 from .masks import mask_function
+from .paged import HOOK
 
 OLDEST = "5.17"
 
@@ -76,16 +77,19 @@ class Handle:
         name: The name whose backend the configuration chooses, or that ``backend=`` fixed.
         names: The ``attn_implementation`` of every backend.
         overridden: Names of transformers itself that now lead here.
+        paged: Whether continuous batching reads pages where they lie.
     """
 
     name: str
     names: dict[str, str] = field(default_factory=dict)
     overridden: tuple[str, ...] = ()
+    paged: bool = True
     _held: list[tuple[Any, str]] = field(default_factory=list, repr=False)
 
     def disable(self) -> None:
         """Restore what was registered before. Again is harmless."""
         with _lock:
+            HOOK.drop(self)
             while self._held:
                 key = self._held.pop()
                 _slots[key].pull(self)
@@ -133,6 +137,7 @@ def enable(
     override: Iterable[str] = (),
     *,
     ignore: Iterable[str] = (),
+    paged: bool = True,
 ) -> Handle:
     """Make the library available to every transformers model of this process.
 
@@ -155,6 +160,10 @@ def enable(
             ``eager``, such as those with sinks or softcap.
         ignore: Arguments that a model passes to its attention, and of which you know that they
             change nothing; all others that are unknown are refused.
+        paged: Let ``generate_batch`` read the pages of layers of full attention where they lie;
+            the backend must then take its page size. With an override this wraps
+            ``PagedAttentionCache.update`` until ``disable``. False gathers the keys of each step,
+            as transformers does.
 
     Returns:
         A handle with ``disable()``; also a context manager.
@@ -169,16 +178,20 @@ def enable(
     chosen = None if backend is None else ATTENTION_BACKENDS[backend].name
     overridden = _overridden(override)
     harmless = frozenset(ignore)
-    handle = Handle(name, overridden=overridden)
+    if not isinstance(paged, bool):
+        raise InvalidInputError.of("paged", repr(paged), "True or False")
+    handle = Handle(name, overridden=overridden, paged=paged)
 
     with _lock:
         try:
             for each in (name, *overridden):
-                handle._register(tables, each, Attention(each, chosen, harmless))
+                handle._register(tables, each, Attention(each, chosen, harmless, paged))
             for each in ATTENTION_BACKENDS:
                 handle.names[each] = f"{name}:{_short(each)}"
                 where = handle.names[each]
-                handle._register(tables, where, Attention(where, each, harmless))
+                handle._register(tables, where, Attention(where, each, harmless, paged))
+            if overridden and paged:
+                HOOK.hold(handle)
         except BaseException:
             handle.disable()
             raise
