@@ -86,12 +86,13 @@ def attention(
         max_seqlen_q: Longest query count, or an upper bound.
         max_seqlen_k: Longest key count, or an upper bound.
         head_dim_v: DV where ``v`` is None; default D.
-        k_scale: For fp8 keys: what a stored key is multiplied by.
+        k_scale: For fp8 keys: what a stored key is multiplied by; a number, or float32 ``[]``,
+            ``[1]`` or ``[HK]``.
         v_scale: The same for values.
         backend: Name of a backend; see ``select``.
         config: Configuration of this call; see ``select``.
         batch_invariant: The bits of a sequence must not depend on the others.
-        out: ``(o, lse)`` to write, in the shapes of the result.
+        out: ``(o, lse)`` to write, of the shapes below; ``lse`` is float32.
 
     Returns:
         ``o [B, S, H, DV]`` and ``lse [B, S, H]``, or ``[T, H, DV]`` and ``[T, H]``, as ``q``.

@@ -48,6 +48,13 @@ class AttentionBackend(ABC):
     A subclass declares ``name`` and ``capabilities`` and implements ``_run``. ``plan`` and ``run``
     here check every input once, so an implementation sees only calls that its declaration allows.
 
+    Attributes:
+        name: What the backend is called in reasons, logs and reports.
+        capabilities: What it can do; the rest is refused.
+        Options: The pydantic model of its options.
+        spec: The spec it is bound to.
+        options: The options it was built with.
+
     Args:
         spec: What the layer fixes.
         device: Where it will run; default: decided by the first batch.
@@ -80,7 +87,14 @@ class AttentionBackend(ABC):
 
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
-        """Reasons of missing or broken packages; cheap, and never touches a device."""
+        """Reasons of missing or broken packages; cheap, and never touches a device.
+
+        Args:
+            options: The backend's options; they may decide which packages are needed.
+
+        Returns:
+            One reason for each package that cannot be used.
+        """
         return []
 
     @classmethod
@@ -91,7 +105,17 @@ class AttentionBackend(ABC):
         device: torch.device | None,
         options: BackendOptions | None,
     ) -> list[Reason]:
-        """Reasons that the declared data cannot express, for example limits on combinations."""
+        """Reasons that the declared data cannot express, for example limits on combinations.
+
+        Args:
+            spec: What the layer fixes.
+            phase: ``"prefill"``, ``"decode"`` or None (either).
+            device: Where the call would run; None leaves the device out of it.
+            options: The backend's options.
+
+        Returns:
+            Every such reason.
+        """
         return []
 
     @classmethod
@@ -111,6 +135,9 @@ class AttentionBackend(ABC):
             phase: ``"prefill"``, ``"decode"`` or None (either).
             device: Where the call would run; None leaves the device out of it.
             options: The backend's options; they may change what is supported.
+
+        Returns:
+            The reasons; none means that the call is supported.
         """
         reasons = list(cls.dependency_reasons(options))
         reasons += cls.capabilities.device_reasons(device)
@@ -119,7 +146,14 @@ class AttentionBackend(ABC):
         return reasons
 
     def check_batch(self, batch: Batch) -> None:
-        """Raise InvalidInputError unless the batch can belong to this backend's spec."""
+        """Raise InvalidInputError unless the batch can belong to this backend's spec.
+
+        Args:
+            batch: Ragged or paged as the spec, with lengths that its pages hold.
+
+        Raises:
+            InvalidInputError: It cannot; the message names the field.
+        """
         check_batch(batch, self.spec)
 
     def plan(self, batch: Batch, capacity: Capacity | None = None) -> Plan:
@@ -129,6 +163,9 @@ class AttentionBackend(ABC):
             batch: The step's sequences.
             capacity: For CUDA graphs: reserve fixed buffers of this size, refilled by
                 ``plan.update``.
+
+        Returns:
+            The plan, for ``run`` of this backend or of one with an equal spec.
 
         Raises:
             InvalidInputError: The batch does not fit the spec or the capacity.
@@ -171,7 +208,7 @@ class AttentionBackend(ABC):
             sinks: ``[H]`` float32: one more key per head, of this logit and value 0. ``o`` and
                 ``lse`` then include it; leave it out of states that will still be merged.
             alibi_slopes: ``[H]`` float32: bias ``-slope * |i + kv_len - q_len - j|``.
-            mask: Flat bool, True = visible; per sequence ``q_len * kv_len``, row-major.
+            mask: Flat bool ``[sum of q_len * kv_len]``, True = visible; row-major by sequence.
             k_scale: For an fp8 cache: float, or float32 ``[]``, ``[1]`` or ``[HK]``; None is 1.
             v_scale: The same for values.
             out: ``(o [T, H, DV], lse [T, H] float32)`` to write into, of any strides.

@@ -107,6 +107,9 @@ def stats(*, reset: bool = False) -> Stats:
 
     Args:
         reset: Start from zero afterwards.
+
+    Returns:
+        The counts by backend and phase, and whether anything was counting.
     """
     found = COUNTERS.stats()
     if reset:

@@ -87,7 +87,19 @@ def observe(
 def observed(
     *, stats: bool | None = None, ranges: bool | None = None, log: str | None = None
 ) -> Iterator[Observed]:
-    """``observe`` for the length of a ``with`` block; other threads are watched too."""
+    """``observe`` for the length of a ``with`` block; other threads are watched too.
+
+    Args:
+        stats: As in ``observe``.
+        ranges: As in ``observe``.
+        log: As in ``observe``.
+
+    Yields:
+        What is watched inside.
+
+    Raises:
+        InvalidInputError: An argument is malformed.
+    """
     before, level = dict(_asked), logger.level
     try:
         yield observe(stats=stats, ranges=ranges, log=log)

@@ -168,6 +168,9 @@ def estimate_cascade(
         spec: The layer.
         batch: The step.
         groups: From ``find_prefix_groups``.
+
+    Returns:
+        Bytes saved and added; ``pays`` compares them.
     """
     page_size = spec.page_size or 1
     token = spec.num_kv_heads * (spec.head_dim + spec.dv) * spec.kv.itemsize

@@ -73,6 +73,9 @@ class TuningRow(BaseModel):
             phase: As the field.
             bucket: As the field.
             points: Batches that were measured.
+
+        Returns:
+            The row, or None.
         """
         timed = [p for p in points if p.median_us]
         means = {
@@ -127,7 +130,14 @@ class TuningFile(BaseModel):
         return None
 
     def with_row(self, row: TuningRow) -> TuningFile:
-        """The same file with a row added, in place of that for the same device and bucket."""
+        """The same file with a row added, in place of that for the same device and bucket.
+
+        Args:
+            row: What was measured.
+
+        Returns:
+            A new file; this one does not change.
+        """
         key = (row.device, row.phase, row.bucket)
         rows = [r for r in self.rows if (r.device, r.phase, r.bucket) != key]
         return self.model_copy(update={"rows": [*rows, row]})

@@ -150,7 +150,14 @@ class ExpectedFailure:
     reason: str
 
     def covers(self, row: Row) -> bool:
-        """Whether this is about the row."""
+        """Whether this is about the row.
+
+        Args:
+            row: A check on a case.
+
+        Returns:
+            Whether the pattern matches its requirement and case.
+        """
         return fnmatch.fnmatchcase(f"{row.requirement}/{row.case}", self.pattern)
 
 
@@ -160,6 +167,9 @@ def read_expected_failures(path: str | Path, backend: str) -> list[ExpectedFailu
     Args:
         path: The file; empty lines and lines that start with # are skipped.
         backend: Only lines for this backend's name are returned.
+
+    Returns:
+        The failures, in the order of the file.
 
     Raises:
         InvalidInputError: A line has another form, or no reason.
@@ -299,7 +309,18 @@ def run_conformance(
 
 
 def check_backend(backend: Any, **kwargs: Any) -> Report:
-    """``run_conformance``, raising ConformanceError unless the backend conforms."""
+    """``run_conformance``, raising an error unless the backend conforms.
+
+    Args:
+        backend: A class, ``"module:Class"``, or a registered name.
+        **kwargs: As ``run_conformance``.
+
+    Returns:
+        The report of a backend that conforms.
+
+    Raises:
+        ConformanceError: It does not; the message is the report's summary.
+    """
     report = run_conformance(backend, **kwargs)
     if not report.ok:
         raise ConformanceError(report.summary())

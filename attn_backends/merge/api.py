@@ -141,8 +141,12 @@ def choose_merge_path(
     Args:
         o_a: ``[T, H, DV]`` output of one state, or ``[n, T, H, DV]`` of stacked ones.
         o_b: The other's; None where there is none.
-        out: What the merge would write to; None means fresh tensors.
+        out: ``(o, lse)`` that the merge would write to, of the shape of its result; None means
+            fresh tensors.
         path: The path that would be asked for.
+
+    Returns:
+        The path, with the reason for it and against those before it.
 
     Raises:
         InvalidInputError: ``path`` is no path's name.
