@@ -6,7 +6,6 @@ use (about 0.15 s), kept per device, and kept on disk for the next process.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import Reason
+from .cubin_cache import open_cache
 
 MIN_CAPABILITY = (8, 0)
-CACHE_BYTES = 64 << 20
 
 
 @lru_cache(maxsize=1)
@@ -106,14 +105,7 @@ def compile_cubin(source: Path, arch: str, defines: dict[str, int], logs: Any = 
 
 @lru_cache(maxsize=1)
 def _disk_cache() -> Any:
-    try:
-        from cuda.core.utils import FileStreamProgramCache
-
-        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        path = Path(root) / "attn-backends" / "cuda"
-        return FileStreamProgramCache(path, max_size_bytes=CACHE_BYTES)
-    except Exception:  # no home, no permission, no such class: compile in every process
-        return None
+    return open_cache()
 
 
 _LOCK = threading.Lock()
