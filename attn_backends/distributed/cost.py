@@ -1,0 +1,127 @@
+"""What context parallelism costs on more GPUs than were measured: a model, from measured pieces.
+
+Compute is not modelled: the share of one GPU among n is run on one GPU and timed, for each n. Only
+the exchange is, as ``hops * latency + bytes / bandwidth``.
+
+    ring      n steps of equal compute; while each but the last runs, a rank sends its keys on
+              time = (n - 1) * max(compute / n, exchange of one shard) + compute / n
+    decode    the states of all ranks meet after the compute, nothing overlaps
+              time = compute + (n - 1) * (latency + bytes of one state / bandwidth)
+
+Assumptions: GPUs of one node reach each other at the measured rate all at once, as through a
+switch; a ring over several nodes is as slow as its slowest hop; the exchange of a decode step takes
+a ring of n - 1 hops, which is what it is at worst; compute and exchange do not slow each other
+down. The figures of a network between nodes are given, not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two GPUs.
+
+    Attributes:
+        latency_us: Microseconds that an exchange of next to nothing takes.
+        gbps: 10^9 bytes per second in one direction, while the other is used as well.
+    """
+
+    latency_us: float
+    gbps: float
+
+    def __post_init__(self) -> None:
+        if self.latency_us < 0 or self.gbps <= 0:
+            raise InvalidInputError.of("link", self, "latency_us >= 0 and gbps > 0")
+
+    def time_us(self, size: float) -> float:
+        """Microseconds of one hop of ``size`` bytes."""
+        return self.latency_us + size / self.gbps * 1e-3
+
+    @classmethod
+    def fit(cls, small: tuple[float, float], large: tuple[float, float]) -> Link:
+        """The link that explains two measured exchanges, each ``(bytes, microseconds)``.
+
+        Raises:
+            InvalidInputError: The larger one is not larger, or did not take longer.
+        """
+        if large[0] <= small[0] or large[1] <= small[1]:
+            raise InvalidInputError.of("large", large, f"more bytes and more time than {small}")
+        gbps = (large[0] - small[0]) / (large[1] - small[1]) * 1e-3
+        return cls(max(small[1] - small[0] / gbps * 1e-3, 0.0), gbps)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What was measured of one layer, and what is assumed of the network.
+
+    Attributes:
+        compute_us: Per number of GPUs, the compute of one of them.
+        exchange_bytes: Bytes of all keys and values together (ring), or of one rank's state
+            (decode).
+        node: Between GPUs of one node.
+        network: Between nodes.
+        gpus_per_node: GPUs in a node.
+    """
+
+    compute_us: Mapping[int, float]
+    exchange_bytes: float
+    node: Link
+    network: Link
+    gpus_per_node: int = 8
+
+    def link(self, gpus: int) -> Link:
+        """The slowest hop between so many GPUs."""
+        return self.node if gpus <= self.gpus_per_node else self.network
+
+    def compute(self, gpus: int) -> float:
+        """Microseconds of compute on each of so many GPUs."""
+        if gpus not in self.compute_us:
+            measured = ", ".join(map(str, sorted(self.compute_us)))
+            raise InvalidInputError.of("gpus", gpus, f"{measured}, which were measured")
+        return self.compute_us[gpus]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a layer takes on some number of GPUs.
+
+    Attributes:
+        gpus: How many.
+        time_us: Microseconds.
+        compute_us: Compute of one GPU in it.
+        exposed_us: Exchange that no compute hides.
+        efficiency: Time on one GPU over ``gpus * time_us``.
+    """
+
+    gpus: int
+    time_us: float
+    compute_us: float
+    exposed_us: float
+    efficiency: float
+
+
+def ring_cost(pieces: Pieces, gpus: int) -> Cost:
+    """Ring attention of one layer; ``exchange_bytes`` are the keys and values of all ranks."""
+    compute = pieces.compute(gpus)
+    if gpus == 1:
+        return Cost(1, compute, compute, 0.0, 1.0)
+    step = compute / gpus
+    hop = pieces.link(gpus).time_us(pieces.exchange_bytes / gpus)
+    time = (gpus - 1) * max(step, hop) + step
+    return Cost(gpus, time, compute, time - compute, pieces.compute(1) / (gpus * time))
+
+
+def decode_cost(pieces: Pieces, gpus: int) -> Cost:
+    """A decode step of one layer; ``exchange_bytes`` are those of one rank's state."""
+    compute = pieces.compute(gpus)
+    exposed = (gpus - 1) * pieces.link(gpus).time_us(pieces.exchange_bytes) if gpus > 1 else 0.0
+    time = compute + exposed
+    return Cost(gpus, time, compute, exposed, pieces.compute(1) / (gpus * time))
+
+
+__all__ = ["Cost", "Link", "Pieces", "decode_cost", "ring_cost"]
