@@ -18,6 +18,9 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["results/**", "examples/**"]
 
+# Reports among the pages nest under headings that are not always there.
+suppress_warnings = ["myst.header"]
+
 html_theme = "furo"
 html_title = f"attn_backends {__version__}"
 html_show_sourcelink = False

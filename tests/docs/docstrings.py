@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 #: Words by which an entry may point to another one instead of giving a shape again.
-_ELSEWHERE = re.compile(r"\[|\b(as|same|other|scalar|shape|like)\b", re.IGNORECASE)
+_ELSEWHERE = re.compile(r"\[|\b(as|same|other|scalar|shapes?|like)\b", re.IGNORECASE)
 _SECTION = re.compile(r"^(Args|Returns|Yields|Raises|Attributes|Example|Examples|Note):\s*$")
 _OWN_ERRORS = {
     "InvalidInputError", "UnsupportedCallError", "UnknownBackendError",
