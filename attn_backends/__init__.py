@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from .capabilities import Capabilities, IntSet
     from .capacity import Capacity
     from .cascade import cascade_attention
+    from .chunked import chunked_attention, plan_chunked
     from .config import AttentionConfig, configure
     from .counters import Stats, stats
+    from .distributed import plan_ring, plan_sharded_decode, zigzag_shards
     from .errors import (
         AttnBackendsError,
         BackendUnavailableError,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .kv_cache import write_kv
     from .merge import apply_sinks, choose_merge_path, merge_state, merge_state_, merge_states
+    from .mla import MLAProjection
     from .observation import observe, observed
     from .output import AttentionOutput
     from .plan import Plan
@@ -54,8 +57,10 @@ _MODULES = {
     "capabilities": ("Capabilities", "IntSet"),
     "capacity": ("Capacity",),
     "cascade": ("cascade_attention",),
+    "chunked": ("chunked_attention", "plan_chunked"),
     "config": ("AttentionConfig", "configure"),
     "counters": ("Stats", "stats"),
+    "distributed": ("plan_ring", "plan_sharded_decode", "zigzag_shards"),
     "errors": (
         "AttnBackendsError",
         "BackendUnavailableError",
@@ -66,6 +71,7 @@ _MODULES = {
     ),
     "kv_cache": ("write_kv",),
     "merge": ("apply_sinks", "choose_merge_path", "merge_state", "merge_state_", "merge_states"),
+    "mla": ("MLAProjection",),
     "observation": ("observe", "observed"),
     "output": ("AttentionOutput",),
     "plan": ("Plan",),
@@ -116,6 +122,7 @@ __all__ = [
     "Explanation",
     "IntSet",
     "InvalidInputError",
+    "MLAProjection",
     "Plan",
     "Reason",
     "Selection",
@@ -127,6 +134,7 @@ __all__ = [
     "attention",
     "cascade_attention",
     "choose_merge_path",
+    "chunked_attention",
     "configure",
     "explain",
     "list_backends",
@@ -135,9 +143,13 @@ __all__ = [
     "merge_states",
     "observe",
     "observed",
+    "plan_chunked",
+    "plan_ring",
+    "plan_sharded_decode",
     "register_attention_backend",
     "select",
     "stats",
     "use",
     "write_kv",
+    "zigzag_shards",
 ]
