@@ -1,0 +1,288 @@
+"""A small engine that drives the plug as vLLM does: blocks, slots, metadata, layers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+PAGE = 4
+BLOCKS = 64
+WIDTH = 12
+MAX_TOKENS = 64
+
+
+def has_vllm() -> bool:
+    """Whether the real vLLM is installed."""
+    module = sys.modules.get("vllm")
+    if module is not None:
+        return getattr(module, "__file__", None) is not None
+    return importlib.util.find_spec("vllm") is not None
+
+
+def _standin() -> Any:
+    name = "attn_backends_tests_vllm_standin"
+    if name not in sys.modules:
+        path = Path(__file__).with_name("standin.py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vllm_or_standin() -> Iterator[None]:
+    """The real vLLM, or a stand-in that goes away with the last of these tests."""
+    if has_vllm():
+        yield
+        return
+    _standin().install()
+    yield
+    own = "attn_backends.engines.vllm."
+    for name in list(sys.modules):
+        if name.split(".")[0] == "vllm" or name.startswith(own):
+            del sys.modules[name]
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and item.get_closest_marker("engine") and not has_vllm():
+            item.add_marker(pytest.mark.skip(reason="needs vLLM installed beside the library"))
+
+
+@dataclass
+class Layer:
+    """What the plug reads of vLLM's ``Attention``."""
+
+    impl: Any
+    head_size_v: int
+    _k_scale: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
+    _v_scale: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
+
+
+@dataclass
+class Request:
+    """Keys and values of one request, and where its blocks lie."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    blocks: list[int]
+    computed: int = 0
+
+
+class Engine:
+    """One attention layer, its paged cache, and steps over requests.
+
+    Args:
+        monkeypatch: Takes the place of vLLM's current configuration.
+        generation: ``0.20`` or ``0.33``: the shape of the cache.
+        dtype: Of queries.
+        heads: H.
+        kv_heads: HK.
+        dim: D.
+        layer: Further arguments of the layer.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        generation: str = "0.20",
+        dtype: torch.dtype = torch.float32,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 16,
+        speculative: int = 0,
+        **layer: Any,
+    ) -> None:
+        from attn_backends.engines.vllm import builder, impl
+
+        self.generation, self.dtype = generation, dtype
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        spec_config = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False)
+        self.config = SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context={}),
+            speculative_config=spec_config if speculative else None,
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=MAX_TOKENS),
+            model_config=SimpleNamespace(max_model_len=WIDTH * PAGE),
+            parallel_config=SimpleNamespace(
+                decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
+            ),
+            device_config=SimpleNamespace(device="cpu"),
+            use_v2_model_runner=False,
+        )
+        monkeypatch.setattr(impl, "get_current_vllm_config", lambda: self.config)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # as vLLM does while it builds a model
+        try:
+            self.impl = impl.Impl(heads, dim, dim**-0.5, kv_heads, **layer)
+        finally:
+            torch.set_default_dtype(before)
+        self.layer = Layer(self.impl, dim)
+        self.config.compilation_config.static_forward_context["layer"] = self.layer
+        self.builder_class = builder.Builder
+        self.generator = torch.Generator().manual_seed(7)
+        self.cache = self._cache(layer.get("kv_cache_dtype", "auto"))
+        self.requests: list[Request] = []
+        self._free = list(range(1, BLOCKS))
+        self._built: Any = None
+
+    @property
+    def builder(self) -> Any:
+        """The builder of the layer's group, made when first asked for."""
+        if self._built is None:
+            kv_spec = SimpleNamespace(block_size=PAGE)
+            self._built = self.builder_class(kv_spec, ["layer"], self.config, torch.device("cpu"))
+        return self._built
+
+    def _cache(self, name: str) -> torch.Tensor:
+        dtype = torch.uint8 if name.startswith("fp8") else self.dtype
+        if self.generation == "0.20":
+            shape: tuple[int, ...] = (BLOCKS, 2, PAGE, self.kv_heads, self.dim)
+        else:
+            shape = (BLOCKS, self.kv_heads, PAGE, 2 * self.dim)
+        # What no request wrote must not be read: 0x7f is NaN in float8 too.
+        if dtype == torch.uint8:
+            return torch.full(shape, 0x7F, dtype=dtype)
+        return torch.full(shape, float("nan"), dtype=dtype)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Normal numbers in the dtype of the layer."""
+        return torch.randn(shape, generator=self.generator).to(self.dtype)
+
+    def request(self, length: int, share: Request | None = None, shared: int = 0) -> Request:
+        """A request of ``length`` tokens; its first ``shared`` blocks are another's, computed."""
+        k, v = (self.random(length, self.kv_heads, self.dim) for _ in "kv")
+        blocks = [] if share is None else share.blocks[:shared]
+        if share is not None:
+            k[: shared * PAGE], v[: shared * PAGE] = (
+                x[: shared * PAGE] for x in (share.k, share.v)
+            )
+        blocks = blocks + [self._free.pop(0) for _ in range(-(-length // PAGE) - len(blocks))]
+        made = Request(k, v, blocks, shared * PAGE)
+        self.requests.append(made)
+        return made
+
+    def metadata(
+        self,
+        news: list[tuple[Request, int]],
+        *,
+        num_reqs: int | None = None,
+        rows: int | None = None,
+    ) -> Any:
+        """vLLM's metadata of a step that computes ``n`` more tokens of each request."""
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        lens = [n for _, n in news]
+        keys = [request.computed + n for request, n in news]
+        num_reqs = len(news) if num_reqs is None else num_reqs
+        pad = num_reqs - len(news)
+        starts = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()] + [sum(lens)] * pad)
+        table = torch.zeros(num_reqs, WIDTH, dtype=torch.int32)
+        slots = []
+        for i, (request, n) in enumerate(news):
+            table[i, : len(request.blocks)] = torch.tensor(request.blocks)
+            for at in range(request.computed, request.computed + n):
+                slots.append(request.blocks[at // PAGE] * PAGE + at % PAGE)
+        rows = sum(lens) if rows is None else rows
+        slots += [-1] * (rows - len(slots))
+        seq_lens = torch.tensor(keys + [0] * pad, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=starts.to(torch.int32),
+            query_start_loc_cpu=starts.to(torch.int32),
+            seq_lens=seq_lens,
+            num_reqs=num_reqs,
+            num_actual_tokens=rows,
+            max_query_len=max(lens),
+            max_seq_len=max(keys),
+            block_table_tensor=table,
+            slot_mapping=torch.tensor(slots),
+            seq_lens_cpu_upper_bound=seq_lens.clone(),
+        )
+
+    def step(
+        self,
+        news: list[tuple[Request, int]],
+        *,
+        metadata: Any = None,
+        padding: int = 0,
+        build: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer over a step; returns its output and what it should be."""
+        common = self.metadata(news) if metadata is None else metadata
+        tokens = sum(n for _, n in news)
+        rows = common.num_actual_tokens + padding
+        q = self.random(rows, self.heads, self.dim)
+        k, v = (self.random(rows, self.kv_heads, self.dim) for _ in "kv")
+        at = 0
+        for request, n in news:
+            new = slice(request.computed, request.computed + n)
+            k[at : at + n], v[at : at + n] = request.k[new], request.v[new]
+            at += n
+        self.impl.do_kv_cache_update(self.layer, k, v, self.cache, common.slot_mapping)
+        step = self.builder.build(0, common) if build is None else build(common)
+        out = torch.full_like(q, float("nan"))
+        with torch.no_grad():
+            self.impl.forward(self.layer, q, k, v, self.cache, step, out)
+        want = self.expected(q[:tokens], news)
+        for request, n in news:
+            request.computed += n
+        return out, want
+
+    def expected(self, q: torch.Tensor, news: list[tuple[Request, int]]) -> torch.Tensor:
+        """Attention written out, in float64, over what the requests hold."""
+        outs, at = [], 0
+        for request, n in news:
+            keys = request.computed + n
+            outs.append(self._one(q[at : at + n].double(), request, keys))
+            at += n
+        return torch.cat(outs)
+
+    def _one(self, q: torch.Tensor, request: Request, keys: int) -> torch.Tensor:
+        spec, group = self.impl.spec, self.heads // self.kv_heads
+        k, v = request.k[:keys], request.v[:keys]
+        if self.impl.is_fp8:
+            k, v = (
+                (x.float() / s).to(spec.kv).double() * s.double()
+                for x, s in ((k, self.layer._k_scale), (v, self.layer._v_scale))
+            )
+        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        i = torch.arange(keys - len(q), keys)[:, None]
+        j = torch.arange(keys)[None]
+        if self.impl.alibi_slopes is not None:
+            scores = scores - self.impl.alibi_slopes.double()[:, None, None] * (i - j).abs()
+        hidden = j > i
+        if spec.window is not None:
+            hidden = hidden | (j < i - spec.window[0])
+        scores = scores.masked_fill(hidden, float("-inf"))
+        sinks = self.impl._given_sinks
+        if sinks is not None:
+            column = sinks.double()[:, None, None].expand(-1, len(q), 1)
+            weights = torch.cat((scores, column), 2).softmax(2)[..., :-1]
+        else:
+            weights = scores.softmax(2)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes engines, with the backends that the settings name."""
+
+    def make(backend: str = "torch_native", decode: str | None = None, **kwargs: Any) -> Engine:
+        monkeypatch.setenv("ATTN_BACKENDS_PREFILL", backend)
+        monkeypatch.setenv("ATTN_BACKENDS_DECODE", decode or backend)
+        return Engine(monkeypatch, **kwargs)
+
+    return make
