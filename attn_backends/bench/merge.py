@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..merge import cuda_merge, merge_state, merge_states, triton_merge
+from ..merge import merge_state, merge_states
 from . import report
 from .gate import Checked
 from .graph_timer import Times, copies_for
@@ -225,46 +225,6 @@ def many_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor
     return makers, want
 
 
-def sweep_makers(case: Case) -> tuple[dict[str, Maker], torch.Tensor]:
-    """Our kernels over launch shapes; ``spec`` loads both sides before the weights are known."""
-    o, lse = make_states(case)
-    out_o, out_lse = torch.empty_like(o[0]), torch.empty_like(lse[0])
-    six = (o[0, 0], lse[0, 0], o[1, 0], lse[1, 0], out_o[0], out_lse[0])
-    dtype = DTYPES[case.dtype]
-
-    def through(run: Callable[..., None]) -> Call:
-        def call(i: int) -> Any:
-            tensors = (o[0, i], lse[0, i], o[1, i], lse[1, i], out_o[i], out_lse[i])
-            run(*(x.data_ptr() for x in tensors), -1, None, False)
-            return out_o[i], out_lse[i]
-
-        return call
-
-    def cuda(threads: int, unroll: int, spec: bool) -> Call:
-        shape = cuda_merge.Tuning(threads, unroll, unroll, 1 << 62 if spec else -1)
-        return through(cuda_merge.prepare_pair(*six, dtype, shape))
-
-    def triton(warps: int, vectors: int, spec: bool) -> Call:
-        shape = triton_merge.Tuning(warps, vectors, 1 << 62 if spec else -1)
-        return through(triton_merge.prepare_pair(*six, dtype, True, shape))
-
-    makers: dict[str, Maker] = {}
-    for spec in (True, False):
-        word = "spec" if spec else "skip"
-        for threads in (128, 256, 512):
-            for unroll in (1, 2, 4):
-                name = f"cuda[{threads} threads x{unroll} {word}]"
-                makers[name] = lambda a=(threads, unroll, spec): cuda(*a)  # type: ignore
-        for warps in (2, 4, 8):
-            for vectors in (1, 2, 4):
-                name = f"triton[{warps} warps x{vectors} {word}]"
-                makers[name] = lambda a=(warps, vectors, spec): triton(*a)  # type: ignore
-    makers["flashinfer"] = lambda: PEERS["flashinfer"](
-        PairInputs(o[0], lse[0], o[1], lse[1], out_o, out_lse)
-    )
-    return makers, oracle([(o[0, 0], lse[0, 0]), (o[1, 0], lse[1, 0])])
-
-
 def host_rows(case: Case, peers: bool, samples: int = 60, calls: int = 50) -> Found:
     """Eager time per call: ``host`` without waiting for the GPU, ``eager`` with it."""
     makers, want = pair_makers(case, peers)
@@ -333,6 +293,7 @@ def standard_cases(
     many = [Case(t, 32, 128, "bf16", states=8) for t in (64, 1024, 8192)]
     many += [Case(t, 32, 128, "fp32", states=n) for t, n in ((1, 64), (64, 16), (1024, 4))]
     sweep = [Case(t, **base) for t in tokens or (1, 64, 256, 1024, 2048, 4096, 8192, 65536)]
+    sweep += [c for c in many if not tokens]
     return {"pairs": pairs, "many": many, "host": [Case(64), Case(1)], "sweep": sweep}
 
 
@@ -349,7 +310,9 @@ def measure_part(
     if part == "host":
         return host_rows(case, peers)
     if part == "sweep":
-        makers, want = sweep_makers(case)
+        from .merge_sweep import many_sweep, pair_sweep
+
+        makers, want = (pair_sweep if case.states == 2 else many_sweep)(case)
     else:
         makers, want = (pair_makers if part == "pairs" else many_makers)(case, peers)
     return run(case, makers, want, rounds, modes, limit_s)

@@ -7,11 +7,13 @@ strides included, is prepared once; a launch passes pointers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from .. import driver
 from . import nvrtc
 
 SOURCE = Path(__file__).with_name("merge.cu")
@@ -23,24 +25,26 @@ class Tuning(NamedTuple):
     """Launch shape of the kernels; ``python -m attn_backends.bench.merge sweep`` compares shapes.
 
     Attributes:
-        threads: Per block.
-        small_unroll: Vectors per thread and side in the kernel for small problems, which loads
-            both sides before the weights are known.
-        large_unroll: The same for large problems, where a side of weight 0 is not read.
-        small_limit: Most vectors of an output that count as small.
+        threads: Aimed at per block; rows of odd widths take what wastes fewer.
+        unroll: Rows of which a thread of a two-way merge loads vectors at once.
+        small_limit: Most bytes of an output for which vectors are loaded before the weights are
+            known; beyond, an output of weight 0 is not read.
         split: Groups of threads that share the states of a row in an n-way merge of few rows.
-        split_limit: Most vectors of an output for which they do.
+        split_limit: Most bytes of an output for which they do.
+        pdl: Let a kernel start while the one ahead of it still runs, where the device can.
     """
 
-    threads: int = 256
-    small_unroll: int = 2
-    large_unroll: int = 4
-    small_limit: int = 1 << 20
+    threads: int = 128
+    unroll: int = 1
+    small_limit: int = 1 << 24
     split: int = 8
-    split_limit: int = 1 << 16
+    split_limit: int = 1 << 20
+    pdl: bool = True
 
 
 TUNING = Tuning()
+MOST_BATCH = 8  # states that a thread has in flight
+PDL_CAPABILITY = (9, 0)  # first with programmatic dependent launch
 
 
 def macros(
@@ -59,32 +63,59 @@ def macros(
     return {**base, **more}
 
 
-def pair_macros(vectors: int, tuning: Tuning) -> dict[str, int]:
-    """Macros of the two-way kernels for rows of ``vectors`` vectors."""
+def pair_macros(
+    vectors: int, tile_tokens: int = 0, *, small: bool, pdl: bool, tuning: Tuning
+) -> dict[str, int]:
+    """Macros of the two-way kernel for rows of ``vectors`` vectors."""
+    rows, threads = block(vectors, tuning.threads, tile_tokens)
     return {
-        "MANY": 0,
-        "THREADS": tuning.threads,
-        "SMALL_UNROLL": tuning.small_unroll,
-        "SMALL_ROWS": rows_per_block(vectors, tuning.threads * tuning.small_unroll),
-        "LARGE_UNROLL": tuning.large_unroll,
-        "LARGE_ROWS": rows_per_block(vectors, tuning.threads * tuning.large_unroll),
-    }
+        "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
+        "SPECULATE": int(small), "PDL": int(pdl),
+    }  # fmt: skip
 
 
-def many_macros(vectors: int, tuning: Tuning) -> dict[str, int]:
-    """Macros of the n-way kernels for rows of ``vectors`` vectors."""
+def many_macros(
+    vectors: int, states: int, tile_tokens: int = 0, *, small: bool, few: bool, pdl: bool,
+    tuning: Tuning,
+) -> dict[str, int]:  # fmt: skip
+    """Macros of the n-way kernel for rows of ``vectors`` vectors."""
+    split = tuning.split if few and states > MOST_BATCH else 1
+    batch = MOST_BATCH if states > MOST_BATCH // 2 else MOST_BATCH // 2
+    most = 1024 // split
+    aim = min(max(tuning.threads // split, vectors, 32), most)
+    rows, threads = block(vectors, aim, tile_tokens, most)
     return {
-        "MANY": 1,
-        "THREADS": tuning.threads,
-        "LONG_SPLIT": tuning.split,
-        "LONG_ROWS": rows_per_block(vectors, tuning.threads // tuning.split),
-        "WIDE_ROWS": rows_per_block(vectors, tuning.threads),
-    }
+        "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
+        "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small),
+        "PDL": int(pdl),
+    }  # fmt: skip
 
 
-def rows_per_block(vectors: int, reach: int) -> int:
-    """Whole rows among ``reach`` vectors, or one row that takes several passes."""
-    return max(1, reach // vectors)
+def block(vectors: int, threads: int, tile_tokens: int = 0, most: int = 1024) -> tuple[int, int]:
+    """Rows and threads of a block with one thread per vector: full warps, near ``threads``.
+
+    Args:
+        vectors: Of a row.
+        threads: Aimed at; up to twice as many are taken.
+        tile_tokens: Tokens of a tile, or 0; whole tiles if that many rows fit.
+        most: Threads that a block can have.
+
+    Returns:
+        Rows and threads; fewer threads than vectors if a row does not fit.
+    """
+    fit = min(2 * threads, most) // vectors
+    if not fit:
+        return 1, threads
+    choices = range(1, fit + 1)
+    if tile_tokens and fit >= tile_tokens:
+        choices = range(tile_tokens, fit + 1, tile_tokens)
+
+    def waste(rows: int) -> tuple[float, int]:
+        used = rows * vectors
+        return -used / (-(-used // 32) * 32), abs(used - threads)
+
+    rows = min(choices, key=waste)
+    return rows, rows * vectors
 
 
 def prepare_pair(
@@ -101,36 +132,39 @@ def prepare_pair(
 
     Returns:
         ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale, in_place)``, with
-        addresses for tensors, 0 for none.
+        addresses for tensors, 0 for none. ``launch.ready[in_place]`` is the ``driver.Launch`` of a
+        plain merge (every token has a prefix, no scale) once there was one.
     """
     tokens, heads, head_dim = o_a.shape
     vectors = head_dim * o_a.element_size() // 16
-    lses = [lse_a, lse_b]
-    layout = _layout([o_a, lse_a, o_b, lse_b, out_o, out_lse], lses)
+    layout = _layout([o_a, lse_a, o_b, lse_b, out_o, out_lse], [lse_a, lse_b])
+    tile, pdl = layout["TILE_TOKENS"], tuning.pdl and has_pdl(o_a.device)
+    small = o_a.numel() * o_a.element_size() <= tuning.small_limit
     defines = macros(o_a.dtype, out_dtype, head_dim, HAS_B=int(o_b is not None), **layout)
-    defines |= pair_macros(vectors, tuning)
+    defines |= pair_macros(vectors, tile, small=small, pdl=pdl, tuning=tuning)
     strides: tuple[int, ...] = ()
     if layout["STRIDED"]:
         fresh = heads * head_dim, head_dim
         strides = (*_strides(o_a, fresh), *_strides(lse_a, (heads, 1)), *_strides(o_b, fresh))
         strides += (*_strides(lse_b, (heads, 1)), *_strides(out_o, fresh))
         strides += _strides(out_lse, (heads, 1))
-    small = tokens * heads * vectors <= tuning.small_limit
-    rows = defines["SMALL_ROWS" if small else "LARGE_ROWS"]
-    name = "merge_pair_small" if small else "merge_pair_large"
-    grid = _grid(tokens, heads, rows, layout["TILE_TOKENS"])
-    launch = nvrtc.launcher(o_a.device, grid, tuning.threads)
-    kernels = _Variants(o_a.device.index, ("merge_pair_small", "merge_pair_large"), name, defines)
+    grid = _grid(tokens, heads, defines["PASS_ROWS"] * defines["UNROLL"], tile)
+    launches = _Launches("merge_pair", o_a.device, grid, defines, "Q" * 6 + "qqqQd", strides)
+    plain = (tokens, heads, -1, 0, 1.0)
 
     def run(o_a, lse_a, o_b, lse_b, o, lse, num_prefix, scale, in_place):  # type: ignore
+        six = (o_a, lse_a, o_b, lse_b, o, lse)
+        if num_prefix < 0 and scale is None:
+            run.ready[in_place] = launches.run(in_place, plain, 6, six)  # type: ignore
+            return
         where, number = 0, 1.0
         if isinstance(scale, torch.Tensor):
             where = scale.data_ptr()
         elif scale is not None:
             number = float(scale)
-        args = (o_a, lse_a, o_b, lse_b, o, lse, tokens, heads, num_prefix, where, number)
-        launch(kernels.get(in_place), *args, *strides)
+        launches.run(in_place, (), 11, (*six, tokens, heads, num_prefix, where, number))
 
+    run.ready = [None, None]  # type: ignore[attr-defined]
     return run
 
 
@@ -146,19 +180,34 @@ def prepare_stacked(
     """Prepare an n-way merge of stacked states ``[n, T, H, DV]``.
 
     Returns:
-        ``launch(os, lses, counts, out_o, out_lse)``.
+        ``launch(os, lses, counts, out_o, out_lse)``, which tells whether it merged in place.
+        ``launch.ready[in_place]`` is the ``driver.Launch`` once there was one, and
+        ``launch.pack(*addresses)`` gives its arguments.
     """
-    states = os.shape[0]
-    o_n, lse_n = os.stride(0), lses.stride(0)
-    run = _prepare_many(os[0], lses[0], states, counts, out_o, out_lse, out_dtype, False, tuning)
-    o_span, lse_span = os.stride(0) * states * os.element_size(), lse_n * states * 4
+    jumps = os.stride(0), lses.stride(0)
+    run = _prepare_many(
+        os[0], lses[0], os.shape[0], counts, out_o, out_lse, out_dtype, jumps, False, tuning
+    )
+    o_span, lse_span = jumps[0] * os.shape[0] * os.element_size(), jumps[1] * os.shape[0] * 4
 
     def launch(os, lses, counts, o, lse):  # type: ignore
         p_o, p_lse = os.data_ptr(), lses.data_ptr()
         in_place = p_o <= o.data_ptr() < p_o + o_span or p_lse <= lse.data_ptr() < p_lse + lse_span
-        run(in_place, (p_o, o_n, p_lse, lse_n), counts, o, lse)
+        where = 0 if counts is None else counts.data_ptr()
+        launch.ready[in_place] = run(in_place, (p_o, p_lse, where, o.data_ptr(), lse.data_ptr()))
+        return in_place
 
+    launch.ready = [None, None]  # type: ignore[attr-defined]
+    launch.pack = _pack_stacked if counts is None else _pack_counted  # type: ignore[attr-defined]
     return launch
+
+
+def _pack_stacked(p_o: int, p_lse: int, out_o: int, out_lse: int) -> tuple[int, ...]:
+    return p_o, p_lse, 0, out_o, out_lse
+
+
+def _pack_counted(p_o: int, p_lse: int, counts: int, out_o: int, out_lse: int) -> tuple[int, ...]:
+    return p_o, p_lse, counts, out_o, out_lse
 
 
 def prepare_separate(
@@ -173,16 +222,22 @@ def prepare_separate(
     """Prepare an n-way merge of up to 8 separate states of one layout.
 
     Returns:
-        ``launch(os, lses, counts, out_o, out_lse)``.
+        As ``prepare_stacked``.
     """
     states, padding = len(os), 8 - len(os)
-    run = _prepare_many(os[0], lses[0], states, None, out_o, out_lse, out_dtype, True, tuning)
+    run = _prepare_many(os[0], lses[0], states, None, out_o, out_lse, out_dtype, (), True, tuning)
+
+    def pack(*at: int) -> tuple[int, ...]:
+        rest = (at[0],) * padding, (at[states],) * padding
+        return (*at[:states], *rest[0], *at[states : 2 * states], *rest[1], 0, *at[2 * states :])
 
     def launch(os, lses, counts, o, lse):  # type: ignore
-        ps, ls = [x.data_ptr() for x in os], [x.data_ptr() for x in lses]
-        in_place = o.data_ptr() in ps or lse.data_ptr() in ls
-        run(in_place, (*ps, *ps[:1] * padding, *ls, *ls[:1] * padding), None, o, lse)
+        at = [x.data_ptr() for x in (*os, *lses, o, lse)]
+        in_place = at[-2] in at[:states] or at[-1] in at[states : 2 * states]
+        launch.ready[in_place] = run(in_place, pack(*at))
+        return in_place
 
+    launch.ready, launch.pack = [None, None], pack  # type: ignore[attr-defined]
     return launch
 
 
@@ -194,52 +249,95 @@ def _prepare_many(
     out_o: torch.Tensor | None,
     out_lse: torch.Tensor | None,
     out_dtype: torch.dtype,
+    jumps: tuple[int, ...],
     separate: bool,
     tuning: Tuning,
-) -> Callable[..., None]:
-    """``run(in_place, state_args, counts, out_o, out_lse)``."""
+) -> Callable[..., Any]:
+    """``run(in_place, addresses)``, which returns its ``driver.Launch``."""
     tokens, heads, head_dim = o_0.shape
     vectors = head_dim * o_0.element_size() // 16
     layout = _layout([o_0, lse_0, out_o, out_lse], [lse_0])
+    tile, pdl = layout["TILE_TOKENS"], tuning.pdl and has_pdl(o_0.device)
+    size = o_0.numel() * o_0.element_size()
     defines = macros(o_0.dtype, out_dtype, head_dim, SEPARATE=int(separate), **layout)
     defines["COUNT_BYTES"] = 0 if counts is None else counts.element_size()
-    defines |= many_macros(vectors, tuning)
+    defines |= many_macros(
+        vectors, states, tile, small=size <= tuning.small_limit, few=size <= tuning.split_limit,
+        pdl=pdl, tuning=tuning,
+    )  # fmt: skip
     strides: tuple[int, ...] = ()
     if layout["STRIDED"]:
         fresh = heads * head_dim, head_dim
         strides = (*_strides(o_0, fresh), *_strides(lse_0, (heads, 1)))
         strides += (*_strides(out_o, fresh), *_strides(out_lse, (heads, 1)))
-    few = states > 4 and tokens * heads * vectors <= tuning.split_limit
-    rows = defines["LONG_ROWS" if few else "WIDE_ROWS"]
-    name = "merge_many_long" if few else "merge_many_wide"
-    grid = _grid(tokens, heads, rows, layout["TILE_TOKENS"])
-    launch = nvrtc.launcher(o_0.device, grid, tuning.threads)
-    kernels = _Variants(o_0.device.index, ("merge_many_long", "merge_many_wide"), name, defines)
+    grid = _grid(tokens, heads, defines["PASS_ROWS"], tile)
+    addresses = 19 if separate else 5
+    fixed = (*jumps, states, tokens, heads)
+    formats = "Q" * addresses + "q" * len(fixed)
+    launches = _Launches("merge_many", o_0.device, grid, defines, formats, strides)
 
-    def run(in_place, state_args, counts, o, lse):  # type: ignore
-        where = 0 if counts is None else counts.data_ptr()
-        args = (where, o.data_ptr(), lse.data_ptr(), states, tokens, heads)
-        launch(kernels.get(in_place), *state_args, *args, *strides)
+    def run(in_place, at):  # type: ignore
+        return launches.run(in_place, fixed, addresses, at)
 
     return run
 
 
-class _Variants:
-    """A kernel for disjoint outputs and one for merging in place, compiled when first needed."""
+class _Launches:
+    """Launches of a kernel, for disjoint outputs and for merging in place, made when needed.
+
+    Args:
+        name: Of the kernel.
+        device: Where it runs.
+        grid: Blocks.
+        defines: Macros.
+        formats: Of the arguments before the strides, see ``driver.Launch``.
+        strides: The last arguments.
+    """
 
     def __init__(
-        self, device: int, names: tuple[str, str], name: str, defines: dict[str, int]
-    ) -> None:
-        self._device, self._names, self._name, self._defines = device, names, name, defines
-        self._found: list[Any] = [None, None]
+        self, name: str, device: torch.device, grid: int, defines: dict[str, int], formats: str,
+        strides: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self._name, self._index, self._grid = name, device.index, grid
+        self._defines, self._formats, self._strides = defines, formats, strides
+        self._found: dict[tuple[bool, int], Any] = {}
 
-    def get(self, in_place: bool) -> Any:
-        kernel = self._found[in_place]
-        if kernel is None:
+    def run(
+        self, in_place: bool, fixed: tuple[Any, ...], changing: int, args: tuple[Any, ...]
+    ) -> driver.Launch:
+        """Launch on the current stream of the device.
+
+        Args:
+            in_place: Whether an output is an input.
+            fixed: The arguments between ``args`` and the strides.
+            changing: How many arguments ``args`` has.
+            args: The first arguments.
+
+        Returns:
+            The launch, for repeating it on the device of the tensors while that is current.
+        """
+        launch = self._found.get((in_place, changing))
+        index = self._index
+        if launch is None:
             defines = {**self._defines, "IN_PLACE": int(in_place)}
-            kernel = nvrtc.load_kernels(SOURCE, self._device, self._names, defines)[self._name]
-            self._found[in_place] = kernel
-        return kernel
+            function, kernel = nvrtc.load_kernel(SOURCE, index, self._name, defines)
+            launch = self._found[in_place, changing] = driver.Launch(
+                function, (self._grid, 1, 1), defines["THREADS"],
+                self._formats + "q" * len(self._strides), (*args, *fixed, *self._strides),
+                changing, pdl=bool(defines["PDL"]), owner=kernel,
+            )  # fmt: skip
+        if driver.current_device() == index:
+            launch(driver.current_stream(index), *args)
+        else:
+            with torch.cuda.device(index):
+                launch(driver.current_stream(index), *args)
+        return launch
+
+
+@lru_cache(maxsize=64)
+def has_pdl(device: torch.device) -> bool:
+    """Whether kernels of this device may start while the one ahead still runs."""
+    return torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
 
 
 def _layout(tensors: list[torch.Tensor | None], lses: list[torch.Tensor]) -> dict[str, int]:
@@ -267,11 +365,12 @@ def _grid(tokens: int, heads: int, rows: int, tile_tokens: int) -> int:
 __all__ = [
     "TUNING",
     "Tuning",
+    "block",
+    "has_pdl",
     "macros",
     "many_macros",
     "pair_macros",
     "prepare_pair",
     "prepare_separate",
     "prepare_stacked",
-    "rows_per_block",
 ]

@@ -8,14 +8,17 @@ still repays. As for pairs, what layouts decide is decided once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import InvalidInputError
+from ..layouts import layout
 from ..output import AttentionOutput
 from . import checks, dispatch, pair, torch_merge
 from .dispatch import MergePath
+from .kept import Calls
 
 MAX_SEPARATE = 8  # states that kernels take as separate pointers
 
@@ -27,12 +30,21 @@ class ManyPlan(NamedTuple):
     """What an n-way call with known layouts needs; see ``PairPlan``."""
 
     path: MergePath
-    launch: Callable[..., None] | None  # launch(os, lses, counts, out_o, out_lse)
+    launch: Callable[..., Any] | None  # launch(os, lses, counts, out_o, out_lse)
     shape: torch.Size
     dtype: torch.dtype
+    extents: tuple[int, ...]  # bytes spanned by every input in order, then by the outputs
+    num_os: int  # how many of the inputs are outputs of states; they come first
 
 
 _PLANS: dict[Any, ManyPlan] = {}
+_CALLS = Calls()
+
+
+def forget() -> None:
+    """Drop all plans, so that the next call of each layout chooses and compiles again."""
+    _PLANS.clear()
+    _CALLS.forget()
 
 
 def merge(states: Any, out: Any, path: str | None, counts: Any) -> AttentionOutput:
@@ -90,7 +102,16 @@ def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> 
     """``merge`` on real tensors, without the dispatcher."""
     if path is None:
         path = dispatch.asked_path()
+    stacked = isinstance(os, torch.Tensor)
+    inputs = (os, lses) if stacked else (*os, *lses)
+    if counts is not None:
+        inputs = (*inputs, counts)
     try:
+        name = os.shape if stacked else (len(os), os[0].shape)
+        name = (name, counts is None)
+        done = _CALLS.repeat(name, path, inputs, out)
+        if done is not None:
+            return done
         key, pointers = _key(os, lses, out, counts)
         key = (key, pointers & 15, path)
         plan = _PLANS.get(key)
@@ -103,15 +124,44 @@ def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> 
         if key is not None:
             _PLANS[key] = plan
     if out is None:
-        device = os[0].device
-        o = torch.empty(plan.shape, dtype=plan.dtype, device=device)
-        lse = torch.empty(plan.shape[:2], dtype=torch.float32, device=device)
+        o, lse = _fresh(plan, os[0].device, inputs)
     else:
         o, lse = out
-        _check_overlap(os, lses, o, lse)
+        if _settle(plan, [x.data_ptr() for x in (*inputs, o, lse)]) is None:
+            _check_overlap(os, lses, o, lse)
     if plan.launch is not None:
         plan.launch(os, lses, None if counts is None else counts.contiguous(), o, lse)
+        if counts is None or counts.is_contiguous():
+            _CALLS.keep(
+                name, path, plan.path.path, plan.launch, inputs, out,
+                partial(_settle, plan), partial(_fresh, plan, os[0].device),
+            )  # fmt: skip
     return AttentionOutput(o, lse)
+
+
+def _fresh(
+    plan: ManyPlan, device: torch.device, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    o = torch.empty(plan.shape, dtype=plan.dtype, device=device)
+    return o, torch.empty(plan.shape[:2], dtype=torch.float32, device=device)
+
+
+def _settle(plan: ManyPlan, place: Sequence[int]) -> bool | None:
+    """False if outputs are clear of inputs and of each other, and all outputs are whole vectors.
+
+    None asks for a closer look: merging in place is among that.
+    """
+    o, lse = place[-2:]
+    end_o, end_lse = o + plan.extents[-2], lse + plan.extents[-1]
+    bits = o
+    for p in place[: plan.num_os]:
+        bits |= p
+    if bits & 15 or not (end_o <= lse or end_lse <= o):
+        return None
+    for p, size in zip(place[:-2], plan.extents):
+        if (p < end_o and o < p + size) or (p < end_lse and lse < p + size):
+            return None
+    return False
 
 
 def check_many(os: Any, lses: Any, out: Any, counts: Any) -> None:
@@ -136,7 +186,13 @@ def _make_plan(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> M
     launch: Callable[..., None] | None = None
     if first.shape[0] and first.shape[1]:
         launch = _launcher(choice.path, os, lses, counts, out_o, out_lse, dtype)
-    return ManyPlan(choice, launch, first.shape, dtype)
+    separate = isinstance(os, tuple)
+    flat = [*(os if separate else (os,)), *(lses if separate else (lses,))]
+    flat += [] if counts is None else [counts]
+    extents = [
+        checks.extent(x) if x is not None and x.numel() else 0 for x in (*flat, out_o, out_lse)
+    ]
+    return ManyPlan(choice, launch, first.shape, dtype, tuple(extents), len(os) if separate else 1)
 
 
 def _launcher(
@@ -178,7 +234,6 @@ def _same_layouts(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _key(os: Any, lses: Any, out: Any, counts: Any) -> tuple[Any, int]:
-    layout = pair.layout
     if isinstance(os, torch.Tensor):
         key: Any = (layout(os), layout(lses), None if counts is None else layout(counts))
         pointers = os.data_ptr()

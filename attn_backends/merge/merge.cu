@@ -6,15 +6,18 @@
 //     lse = M + ln(exp(a - M) + exp(b - M))
 //
 // in float32; +inf counts as -inf (no keys), and both empty gives (0, -inf). The kernels move 776
-// bytes per row of 128 bfloat16 and compute next to nothing, so all care goes into memory:
+// bytes per row of 128 bfloat16 and compute next to nothing, so all care goes into memory and into
+// the time between a launch and its first load:
 //
-// - A block owns whole rows. One thread per row reads its LSEs, computes its weights once, writes
-//   them to shared memory and writes the merged LSE; nobody else touches these LSEs, so an LSE may
-//   be merged in place. A barrier later all threads combine vectors of 16 bytes.
-// - A thread issues all its loads before the first use, and writes exactly the vectors it read,
-//   so an output may be merged in place at any head dim.
-// - The kernel for large problems reads no output of weight 0. The one for small problems, where
-//   latency decides, issues those loads before the weights are known and selects afterwards.
+// - A thread owns one vector of 16 bytes per row and computes that row's weights by itself: sixteen
+//   threads that read one LSE cost less than a barrier between weights and vectors.
+// - A block owns whole rows, of which one thread each writes the merged LSE after a barrier, so
+//   that an LSE may be merged in place; and a thread writes exactly the vectors it read, so that an
+//   output may be.
+// - With SPECULATE, for small problems, where latency decides, vectors are loaded together with the
+//   LSEs. Without it, an output of weight 0 is not read.
+// - With PDL the kernel may be launched while the one ahead of it still runs; it waits for that one
+//   before it touches memory, and lets the next one come as early.
 // - LSEs that run along tokens, a [H, T] buffer, are visited in tiles of tokens x heads, so that
 //   every sector read is used in either layout.
 //
@@ -22,15 +25,19 @@
 //   IN_TYPE, OUT_TYPE   0 float32, 1 float16, 2 bfloat16; OUT_TYPE also 3 float8_e4m3fn
 //   HEAD_DIM            elements per row, a multiple of 16 bytes
 //   HAS_B               0: the second output is zeros (a sink)
-//   IN_PLACE            1: an output is an input, so reads must not use the read-only path
+//   IN_PLACE            1: an output is an input, so reads must stay in order with writes
 //   STRIDED             0: all tensors are contiguous [T, H, HEAD_DIM] and [T, H]
 //   TILE_TOKENS         tokens per tile for token-major LSEs; 0: rows in flat order
 //   THREADS             per block
-//   MANY                0: compile merge_pair_small and merge_pair_large for
-//                          SMALL_UNROLL, SMALL_ROWS, LARGE_UNROLL, LARGE_ROWS (rows per block)
-//                       1: compile merge_many_long and merge_many_wide for
-//                          LONG_SPLIT, LONG_ROWS, WIDE_ROWS, and
-//   SEPARATE            1: states come as separate tensors of one layout, up to 8
+//   PASS_ROWS           rows of a block in one pass
+//   SPECULATE, PDL      1: as above
+//   MANY                0: compile merge_pair, for
+//   UNROLL              passes, all loaded at once: a block has PASS_ROWS * UNROLL rows
+//                       1: compile merge_many, for
+//   BATCH               states that a thread has in flight
+//   SPLIT               groups of threads that share the states of a row
+//   SHORT               1: a group has at most BATCH states
+//   SEPARATE            1: states come as separate tensors of one layout, up to 8; SHORT, no SPLIT
 //   COUNT_BYTES         bytes of an element of the row counts; 0: there are none
 
 typedef unsigned int u32;
@@ -54,6 +61,9 @@ __device__ __forceinline__ Vec load_vec(const char* p) {
 #if IN_PLACE
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+#elif PDL  // what was not read-only since the launch is not for the read-only path
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
 #else
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -63,12 +73,27 @@ __device__ __forceinline__ Vec load_vec(const char* p) {
 
 __device__ __forceinline__ float load_lse(const float* p) {
   float v;
-#if IN_PLACE
+#if IN_PLACE || PDL
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
 #else
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
 #endif
   return v == INF ? -INF : v;
+}
+
+// Wait for the kernel ahead, whose results we may read; let the one behind us be launched.
+__device__ __forceinline__ void enter() {
+#if PDL
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// 1 / x, the nearest float32 or its neighbour, for x in [1, 2^31]; NaN stays NaN.
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return fmaf(r, fmaf(-x, r, 1.f), r);
 }
 
 __device__ __forceinline__ float half_to_float(u16 h) {
@@ -181,11 +206,7 @@ struct Tile {
     token = token_0 + r / HEADS;
     head = head_0 + r % HEADS;
     row = token * num_heads + head;
-    return token < num_tokens && head < num_heads;
-  }
-  // The i-th slot to visit for token-major LSEs.
-  __device__ static __forceinline__ int lse_slot(int i) {
-    return i % TOKENS * HEADS + i / TOKENS;
+    return r < SIZE && token < num_tokens && head < num_heads;
   }
 #else
   static constexpr int SIZE = ROWS;
@@ -199,7 +220,6 @@ struct Tile {
 #endif
     return row < num_tokens * num_heads;
   }
-  __device__ static __forceinline__ int lse_slot(int i) { return i; }
 #endif
 };
 
@@ -215,85 +235,100 @@ struct Pair {
   Strides s_o_a, s_lse_a, s_o_b, s_lse_b, s_o, s_lse;
 };
 
-// Weights of both sides into w, and the merged LSE as result.
-__device__ __forceinline__ float weigh(float a, float b, float2& w) {
-  float peak = fmaxf(a, b);            // drops a NaN, which exp brings back
-  if (peak == -INF) peak = 0.f;
-  float e_a = expf(a - peak), e_b = expf(b - peak);
-  float total = e_a + e_b;
-  w = total == 0.f ? make_float2(0.f, 0.f) : make_float2(e_a / total, e_b / total);
-  return peak + logf(total);
+// Weights of both sides: 1 / (1 + e) for the larger LSE and e / (1 + e) for the other.
+__device__ __forceinline__ float2 weigh(float a, float b) {
+  float e = expf(-fabsf(a - b));  // NaN if an LSE is, or if both are -inf
+  float total = 1.f + e;
+  float r = reciprocal(total);
+  float q = e * r;
+  q = fmaf(fmaf(-total, q, e), r, q);  // to nearest, as the other: the weights never pass 1
+  if (a == -INF && b == -INF) q = r = 0.f;
+  return a >= b ? make_float2(r, q) : make_float2(q, r);
 }
 
-template <int UNROLL, int ROWS, bool SPECULATE>
-__device__ __forceinline__ void merge_pair(const Pair& p) {
-  using Rows = Tile<ROWS>;
-  constexpr int STEP = THREADS * UNROLL;
-  constexpr int TOTAL = Rows::SIZE * VECTORS;
-  constexpr int CHUNKS = (TOTAL + STEP - 1) / STEP;  // 1, but for rows wider than a block's reach
-  __shared__ float2 weights[Rows::SIZE];
+__device__ __forceinline__ float merged_lse(float a, float b) {
+  float peak = fmaxf(a, b);  // drops a NaN, which exp brings back
+  return peak == -INF ? a + b : peak + logf(1.f + expf(-fabsf(a - b)));
+}
+
+__device__ __forceinline__ void merge_pair_rows(const Pair& p) {
+  using Rows = Tile<PASS_ROWS * UNROLL>;
   const Rows rows(p.num_tokens, p.num_heads);
   const int tid = threadIdx.x;
-
-  Vec a[UNROLL], b[UNROLL];
-  i64 out[UNROLL];  // element offset, negative where there is nothing to do
-  auto load = [&](int chunk, bool known) {
+#pragma unroll 1
+  for (int base = 0; base < VECTORS; base += THREADS) {  // once, but for rows wider than a block
+    const int column = (base + tid % VECTORS) * WIDTH;
+    const int first = tid / VECTORS;
+    const bool inside = VECTORS <= THREADS ? first < PASS_ROWS : base + tid < VECTORS;
+    Vec a[UNROLL], b[UNROLL];
+    float lse_a[UNROLL], lse_b[UNROLL];
+    float2 w[UNROLL];
+    i64 out[UNROLL], at_a[UNROLL], at_b[UNROLL];
+    bool valid[UNROLL];
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
-      int index = chunk * STEP + k * THREADS + tid, r = index / VECTORS;
       u32 row, token, head;
-      bool valid = index < TOTAL && rows.find(r, row, token, head);
-      out[k] = -1;
+      valid[k] = inside && rows.find(first + k * PASS_ROWS, row, token, head);
       a[k] = b[k] = Vec{0, 0, 0, 0};
-      if (!valid) continue;
-      int column = index % VECTORS * WIDTH;
+      if (!valid[k]) continue;
       out[k] = row_offset(row, token, head, p.s_o, HEAD_DIM) + column;
-      float2 w = known ? weights[r] : make_float2(1.f, 1.f);
-      if (w.x != 0.f)
-        a[k] = load_vec(p.o_a + (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES);
+      at_a[k] = (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES;
+      at_b[k] = (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES;
+      lse_a[k] = load_lse(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
+      lse_b[k] = load_lse(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
+#if TILE_TOKENS || STRIDED
+      if (p.num_prefix >= 0 && token >= p.num_prefix) lse_a[k] = -INF;
+#else
+      if (p.num_prefix >= 0 && row >= p.num_prefix * p.num_heads) lse_a[k] = -INF;
+#endif
+#if SPECULATE
+      a[k] = load_vec(p.o_a + at_a[k]);
 #if HAS_B
-      if (w.y != 0.f)
-        b[k] = load_vec(p.o_b + (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES);
+      b[k] = load_vec(p.o_b + at_b[k]);
+#endif
 #endif
     }
-  };
-
-  if (SPECULATE) load(0, false);
-  for (int i = tid; i < Rows::SIZE; i += THREADS) {
-    int r = Rows::lse_slot(i);
-    u32 row, token, head;
-    if (!rows.find(r, row, token, head)) continue;
-    float lse_a = load_lse(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
-    float lse_b = load_lse(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
-#if TILE_TOKENS || STRIDED
-    if (p.num_prefix >= 0 && token >= p.num_prefix) lse_a = -INF;
-#else
-    if (p.num_prefix >= 0 && row >= p.num_prefix * p.num_heads) lse_a = -INF;
-#endif
-    p.lse[row_offset(row, token, head, p.s_lse, 1)] = weigh(lse_a, lse_b, weights[r]);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    if (!SPECULATE || chunk > 0) load(chunk, true);
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
-      if (out[k] < 0) continue;
-      float2 w = weights[(chunk * STEP + k * THREADS + tid) / VECTORS];
-      if (SPECULATE && w.x == 0.f) a[k] = Vec{0, 0, 0, 0};
-      if (SPECULATE && w.y == 0.f) b[k] = Vec{0, 0, 0, 0};
+      if (!valid[k]) continue;
+      w[k] = weigh(lse_a[k], lse_b[k]);
+#if SPECULATE
+      if (w[k].x == 0.f) a[k] = Vec{0, 0, 0, 0};
+      if (w[k].y == 0.f) b[k] = Vec{0, 0, 0, 0};
+#else
+      if (w[k].x != 0.f) a[k] = load_vec(p.o_a + at_a[k]);
+#if HAS_B
+      if (w[k].y != 0.f) b[k] = load_vec(p.o_b + at_b[k]);
+#endif
+#endif
+    }
+#pragma unroll
+    for (int k = 0; k < UNROLL; ++k) {
+      if (!valid[k]) continue;
       float f_a[WIDTH], f_b[WIDTH];
       unpack(a[k], f_a);
       unpack(b[k], f_b);
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
         // No fused multiply-add: the two sides then commute bit for bit.
-        f_a[i] = __fadd_rn(__fmul_rn(w.x, f_a[i]), __fmul_rn(w.y, f_b[i]));
+        f_a[i] = __fadd_rn(__fmul_rn(w[k].x, f_a[i]), __fmul_rn(w[k].y, f_b[i]));
 #if OUT_TYPE == 3
         f_a[i] = __fdiv_rn(f_a[i], p.scale);
 #endif
       }
       store_vec(p.o + out[k] * OUT_BYTES, f_a);
+    }
+    if (base + THREADS < VECTORS) continue;
+    // Last, since an LSE may be merged in place and every thread of the row has read it.
+#if IN_PLACE
+    __syncthreads();
+#endif
+#pragma unroll
+    for (int k = 0; k < UNROLL; ++k) {
+      u32 row, token, head;
+      if ((VECTORS <= THREADS ? tid % VECTORS : tid) == 0 && first < PASS_ROWS &&
+          rows.find(first + k * PASS_ROWS, row, token, head))
+        p.lse[row_offset(row, token, head, p.s_lse, 1)] = merged_lse(lse_a[k], lse_b[k]);
     }
   }
 }
@@ -311,28 +346,27 @@ __device__ __forceinline__ void merge_pair(const Pair& p) {
 #endif
 
 // scale_ptr, if not null, holds the scale. Integers are 64 bits wide, as the host passes them.
-#define PAIR_KERNEL(NAME, UNROLL, ROWS, SPECULATE)                                              \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)                         \
-  NAME(const char* o_a, const float* lse_a, const char* o_b, const float* lse_b, char* o,       \
-       float* lse, i64 num_tokens, i64 num_heads, i64 num_prefix, const float* scale_ptr,       \
-       double scale STRIDE_PARAMS) {                                                            \
-    float divisor = OUT_TYPE == 3 && scale_ptr ? *scale_ptr : (float)scale;                     \
-    merge_pair<UNROLL, ROWS, SPECULATE>(Pair{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens,   \
-                                             (u32)num_heads, num_prefix, divisor STRIDE_ARGS}); \
-  }
-
-PAIR_KERNEL(merge_pair_small, SMALL_UNROLL, SMALL_ROWS, true)
-PAIR_KERNEL(merge_pair_large, LARGE_UNROLL, LARGE_ROWS, false)
+extern "C" __global__ void __launch_bounds__(THREADS)
+merge_pair(const char* o_a, const float* lse_a, const char* o_b, const float* lse_b, char* o,
+           float* lse, i64 num_tokens, i64 num_heads, i64 num_prefix, const float* scale_ptr,
+           double scale STRIDE_PARAMS) {
+  enter();
+  float divisor = (float)scale;
+#if OUT_TYPE == 3
+  if (scale_ptr) divisor = *scale_ptr;
+#endif
+  merge_pair_rows(Pair{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads, num_prefix,
+                       divisor STRIDE_ARGS});
+}
 
 #else
 // ---- n states --------------------------------------------------------------------------------
 
-constexpr int CHUNK = 16;   // states whose weights are in shared memory at a time
-constexpr int IN_FLIGHT = 4;  // states a thread loads before it uses the first
+constexpr int GROUP_THREADS = THREADS / SPLIT;
 
 struct Many {
 #if SEPARATE
-  const char* const* o; const float* const* lse;  // of each state
+  const char* o[8]; const float* lse[8];          // of each state
 #else
   const char* o; const float* lse;                // of the first state
   i64 o_stride, lse_stride;                       // from state to state, in elements
@@ -362,128 +396,136 @@ struct Many {
   }
 };
 
-// Peak x and sum y of exp(lse - x) over a set of states; the union of two sets.
-__device__ __forceinline__ float2 join(float2 a, float2 b) {
-  float peak = fmaxf(a.x, b.x);
-  if (peak == -INF) return make_float2(peak, a.y + b.y);
-  return make_float2(peak, a.y * expf(a.x - peak) + b.y * expf(b.x - peak));
-}
-
 #if TILE_TOKENS || STRIDED
 #define COUNT_TOKEN token
 #else
 #define COUNT_TOKEN (row / p.num_heads)
 #endif
 
-// SPLIT groups of threads share the states of a row; 1 where there are rows enough.
-template <int SPLIT, int ROWS>
-__device__ __forceinline__ void merge_many(const Many& p) {
-  using Rows = Tile<ROWS>;
-  constexpr int SIZE = Rows::SIZE, TOTAL = SIZE * VECTORS;
-  constexpr int REACH = THREADS / SPLIT;   // vectors that one pass over the states covers
-  constexpr int GROUPS = THREADS / SIZE;   // threads that share a row's LSEs
-  __shared__ float2 sums[GROUPS * SIZE];
-  __shared__ u32 row_counts[SIZE];
-  __shared__ u32 longest;
-  __shared__ float weights[CHUNK * SIZE];
-  __shared__ float partial[SPLIT > 1 ? (SPLIT - 1) * REACH * WIDTH : 1];
-  const Rows rows(p.num_tokens, p.num_heads);
-  const int tid = threadIdx.x;
-  u32 row, token, head;
+// Peak of some LSEs, and the sum of exp(lse - peak); a NaN stays in the sum.
+struct Mass {
+  float peak, sum;
 
-  // The peak and sum of each row, in GROUPS strands joined as a tree.
-  const int slot = Rows::lse_slot(tid % SIZE), group = tid / SIZE;
-  if (tid == 0) longest = 0;
-  __syncthreads();
-  if (group < GROUPS) {
-    float2 sum = make_float2(-INF, 0.f);
-    bool valid = rows.find(slot, row, token, head);
-    u32 count = valid ? p.count(COUNT_TOKEN) : 0;
-    i64 offset = valid ? row_offset(row, token, head, p.s_lse, 1) : 0;
-    for (u32 j = group; j < count; j += GROUPS) {
-      float lse = load_lse(p.state_lse(j) + offset);
-      if (lse != -INF) sum = join(sum, make_float2(lse != lse ? -INF : lse, lse != lse ? lse : 1.f));
-    }
-    sums[group * SIZE + slot] = sum;
-    if (group == 0) {
-      row_counts[slot] = count;
-      atomicMax(&longest, count);
-    }
+  __device__ __forceinline__ float shift() const { return peak == -INF ? 0.f : peak; }
+  __device__ __forceinline__ float inverse() const { return sum == 0.f ? 0.f : reciprocal(sum); }
+  __device__ __forceinline__ float lse() const { return shift() + logf(sum); }
+  // part / sum, to nearest.
+  __device__ __forceinline__ float share(float part, float inverse) const {
+    float q = part * inverse;
+    return fmaf(fmaf(-sum, q, part), inverse, q);
   }
-  __syncthreads();
+  __device__ __forceinline__ void add(const float (&lses)[BATCH]) {
+    float before = peak;
 #pragma unroll
-  for (int step = 128; step > 0; step /= 2) {
-    if (step >= GROUPS) continue;
-    if (group < step && group + step < GROUPS) {
-      float2& mine = sums[group * SIZE + slot];
-      mine = join(mine, sums[(group + step) * SIZE + slot]);
+    for (int i = 0; i < BATCH; ++i) peak = fmaxf(peak, lses[i]);
+    sum *= expf(before - shift());
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) sum += expf(lses[i] - shift());
+  }
+};
+
+// A row's states first, first + SPLIT and so on, as far as it has them.
+__device__ __forceinline__ void load_lses(
+    const Many& p, u32 first, u32 count, i64 offset, float (&lses)[BATCH]) {
+#pragma unroll
+  for (int i = 0; i < BATCH; ++i) {
+    u32 j = first + i * SPLIT;
+    lses[i] = j < count ? load_lse(p.state_lse(j) + offset) : -INF;
+  }
+}
+
+__device__ __forceinline__ void merge_many_rows(const Many& p) {
+#if SPLIT > 1
+  __shared__ float partial[SPLIT][WIDTH][GROUP_THREADS];
+  __shared__ Mass masses[SPLIT][GROUP_THREADS];
+#endif
+  const Tile<PASS_ROWS> rows(p.num_tokens, p.num_heads);
+  const int group = SPLIT > 1 ? threadIdx.x / GROUP_THREADS : 0;
+  const int tid = SPLIT > 1 ? threadIdx.x % GROUP_THREADS : threadIdx.x;
+#pragma unroll 1
+  for (int base = 0; base < VECTORS; base += GROUP_THREADS) {  // once, but for wide rows
+    const int column = (base + tid % VECTORS) * WIDTH, r = tid / VECTORS;
+    u32 row = 0, token = 0, head = 0;
+    const bool inside = VECTORS <= GROUP_THREADS ? r < PASS_ROWS : base + tid < VECTORS;
+    const bool valid = inside && rows.find(r, row, token, head);
+    const u32 count = valid ? p.count(COUNT_TOKEN) : 0;
+    const i64 at_lse = row_offset(row, token, head, p.s_lse, 1);
+    const i64 at = (row_offset(row, token, head, p.s_o, HEAD_DIM) + column) * IN_BYTES;
+    float lses[BATCH], acc[WIDTH] = {};
+    Vec v[BATCH];
+    Mass mass{-INF, 0.f};
+#if SHORT
+    load_lses(p, group, count, at_lse, lses);
+#if SPECULATE
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (group + i * SPLIT < count) v[i] = load_vec(p.state_o(group + i * SPLIT) + at);
+#endif
+    mass.add(lses);
+    const u32 first = group;
+#else
+    for (u32 first = group; first < count; first += BATCH * SPLIT) {
+      load_lses(p, first, count, at_lse, lses);
+      mass.add(lses);
     }
+#endif
+    const float inverse = mass.inverse();
+#if !SHORT
+    for (u32 first = group; first < count; first += BATCH * SPLIT)
+#endif
+    {
+#if !SHORT
+      load_lses(p, first, count, at_lse, lses);
+#endif
+      float w[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        w[i] = mass.share(expf(lses[i] - mass.shift()), inverse);
+#if !(SHORT && SPECULATE)
+        if (w[i] != 0.f) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
+#endif
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        float f[WIDTH];
+        if (w[i] == 0.f) v[i] = Vec{0, 0, 0, 0};
+        unpack(v[i], f);
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) acc[e] = fmaf(w[i], f[e], acc[e]);
+      }
+    }
+#if SPLIT > 1
+    __syncthreads();  // the rows before are done with
+    masses[group][tid] = mass;
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) partial[group][e][tid] = acc[e];
     __syncthreads();
-  }
-
-  const int split = tid / REACH;
-  for (int base = 0; base < TOTAL; base += REACH) {
-    const int index = base + tid % REACH, r = index / VECTORS;
-    bool valid = split < SPLIT && index < TOTAL && rows.find(r, row, token, head);
-    i64 column = index % VECTORS * WIDTH;
-    i64 offset = valid ? (row_offset(row, token, head, p.s_o, HEAD_DIM) + column) * IN_BYTES : 0;
-    i64 target = valid ? (row_offset(row, token, head, p.s_out, HEAD_DIM) + column) * OUT_BYTES : 0;
-    float acc[WIDTH] = {};
-    for (u32 first = 0; first < longest; first += CHUNK) {
-      __syncthreads();  // the weights of the chunk before are used up
-      for (int i = tid; i < CHUNK * SIZE; i += THREADS) {
-        int s = Rows::lse_slot(i % SIZE);
-        u32 j = first + i / SIZE, w_row, w_token, w_head;
-        float w = 0.f;
-        if (j < row_counts[s]) {
-          rows.find(s, w_row, w_token, w_head);
-          float2 sum = sums[s];
-          float lse = load_lse(p.state_lse(j) + row_offset(w_row, w_token, w_head, p.s_lse, 1));
-          float peak = sum.x == -INF ? 0.f : sum.x;
-          w = sum.y == 0.f ? 0.f : expf(lse - peak) / sum.y;
-        }
-        weights[i / SIZE * SIZE + s] = w;
-      }
-      __syncthreads();
-      if (!valid) continue;
-      u32 left = longest - first;
-      for (u32 k = split; k < CHUNK && k < left; k += SPLIT * IN_FLIGHT) {
-        Vec v[IN_FLIGHT];
-        float w[IN_FLIGHT];
+    if (group == 0 && valid) {
+      mass = Mass{-INF, 0.f};
+      for (int s = 0; s < SPLIT; ++s) mass.peak = fmaxf(mass.peak, masses[s][tid].peak);
+      for (int s = 0; s < SPLIT; ++s)
+        mass.sum += masses[s][tid].sum * expf(masses[s][tid].peak - mass.shift());
+      const float total = mass.inverse();
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
-          u32 state = k + i * SPLIT;
-          w[i] = state < CHUNK ? weights[state * SIZE + r] : 0.f;
-          v[i] = Vec{0, 0, 0, 0};
-          if (w[i] != 0.f) v[i] = load_vec(p.state_o(first + state) + offset);
-        }
+      for (int e = 0; e < WIDTH; ++e) acc[e] = 0.f;
+      for (int s = 0; s < SPLIT; ++s) {
+        float part = masses[s][tid].sum * expf(masses[s][tid].peak - mass.shift());
+        float w = mass.share(part, total);
+        if (w == 0.f) continue;
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
-          float f[WIDTH];
-          unpack(v[i], f);
-#pragma unroll
-          for (int e = 0; e < WIDTH; ++e) acc[e] = fmaf(w[i], f[e], acc[e]);
-        }
+        for (int e = 0; e < WIDTH; ++e) acc[e] = fmaf(w, partial[s][e][tid], acc[e]);
       }
     }
-    if (SPLIT > 1) {
-      __syncthreads();
-      if (valid && split > 0)
-        for (int e = 0; e < WIDTH; ++e) partial[((split - 1) * WIDTH + e) * REACH + tid % REACH] = acc[e];
-      __syncthreads();
-      if (valid && split == 0)
-        for (int s = 0; s < SPLIT - 1; ++s)
-          for (int e = 0; e < WIDTH; ++e) acc[e] += partial[(s * WIDTH + e) * REACH + tid];
-    }
-    if (valid && split == 0) store_vec(p.out + target, acc);
-  }
-
-  // Last, since an LSE may be merged in place and was read twice.
-  __syncthreads();
-  if (tid < SIZE && rows.find(slot, row, token, head)) {
-    float2 sum = sums[slot];
-    float peak = sum.x == -INF ? 0.f : sum.x;
-    p.out_lse[row_offset(row, token, head, p.s_out_lse, 1)] = peak + logf(sum.y);
+#endif
+    if (valid && group == 0)
+      store_vec(p.out + (row_offset(row, token, head, p.s_out, HEAD_DIM) + column) * OUT_BYTES, acc);
+    if (base + GROUP_THREADS < VECTORS) continue;
+    // Last, since an LSE may be merged in place and every thread of the row has read it.
+#if IN_PLACE && SPLIT == 1
+    __syncthreads();
+#endif
+    if (valid && group == 0 && (VECTORS <= GROUP_THREADS ? tid % VECTORS : tid) == 0)
+      p.out_lse[row_offset(row, token, head, p.s_out_lse, 1)] = mass.lse();
   }
 }
 
@@ -493,19 +535,11 @@ __device__ __forceinline__ void merge_many(const Many& p) {
       const char *o5, const char *o6, const char *o7, const float *l0, const float *l1,       \
       const float *l2, const float *l3, const float *l4, const float *l5, const float *l6,    \
       const float *l7
-#define STATE_ARRAYS                                          \
-  __shared__ const char* os[8];                               \
-  __shared__ const float* lses[8];                            \
-  if (threadIdx.x == 0) {                                     \
-    os[0] = o0; os[1] = o1; os[2] = o2; os[3] = o3;           \
-    os[4] = o4; os[5] = o5; os[6] = o6; os[7] = o7;           \
-    lses[0] = l0; lses[1] = l1; lses[2] = l2; lses[3] = l3;   \
-    lses[4] = l4; lses[5] = l5; lses[6] = l6; lses[7] = l7;   \
-  }
-#define STATE_ARGS os, lses
+#define JUMP_PARAMS
+#define STATE_ARGS {o0, o1, o2, o3, o4, o5, o6, o7}, {l0, l1, l2, l3, l4, l5, l6, l7}
 #else
-#define STATE_PARAMS const char *o, i64 o_n, const float *lse, i64 lse_n
-#define STATE_ARRAYS
+#define STATE_PARAMS const char *o, const float *lse
+#define JUMP_PARAMS i64 o_n, i64 lse_n,
 #define STATE_ARGS o, lse, o_n, lse_n
 #endif
 
@@ -518,15 +552,11 @@ __device__ __forceinline__ void merge_many(const Many& p) {
 #define STRIDE_ARGS
 #endif
 
-#define MANY_KERNEL(NAME, SPLIT, ROWS)                                                          \
-  extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)                         \
-  NAME(STATE_PARAMS, const void* counts, char* out, float* out_lse, i64 num_states,             \
-       i64 num_tokens, i64 num_heads STRIDE_PARAMS) {                                           \
-    STATE_ARRAYS                                                                                \
-    merge_many<SPLIT, ROWS>(Many{STATE_ARGS, counts, out, out_lse, (u32)num_states,         \
-                                 (u32)num_tokens, (u32)num_heads STRIDE_ARGS});                 \
-  }
-
-MANY_KERNEL(merge_many_long, LONG_SPLIT, LONG_ROWS)
-MANY_KERNEL(merge_many_wide, 1, WIDE_ROWS)
+extern "C" __global__ void __launch_bounds__(THREADS)
+merge_many(STATE_PARAMS, const void* counts, char* out, float* out_lse, JUMP_PARAMS i64 num_states,
+           i64 num_tokens, i64 num_heads STRIDE_PARAMS) {
+  enter();
+  merge_many_rows(Many{STATE_ARGS, counts, out, out_lse, (u32)num_states, (u32)num_tokens,
+                       (u32)num_heads STRIDE_ARGS});
+}
 #endif

@@ -1,19 +1,19 @@
-"""Compiling CUDA sources at run time and launching them on torch's streams.
+"""Compiling CUDA sources at run time.
 
-NVRTC compiles (no toolkit needed), cuda.core loads and launches. A kernel is compiled on first
-use (about 0.15 s), kept per device, and kept on disk for the next process.
+NVRTC compiles (no toolkit needed), cuda.core loads. A kernel is compiled on first use (about
+0.15 s), kept per device, and kept on disk for the next process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import driver as launching
 from ..errors import Reason
 from .cubin_cache import open_cache
 
@@ -56,6 +56,8 @@ def device_reasons(device: torch.device) -> tuple[Reason, ...]:
     from cuda.bindings import driver, nvrtc
 
     reasons = []
+    if not launching.available():
+        reasons.append(Reason("driver", "no cuLaunchKernelEx", "CUDA >= 11.8", "update the driver"))
     capability = torch.cuda.get_device_capability(device)
     name = "{}.{}".format(*capability)
     if capability < MIN_CAPABILITY:
@@ -109,34 +111,36 @@ def _disk_cache() -> Any:
 
 
 _LOCK = threading.Lock()
-_KERNELS: dict[Any, dict[str, Any]] = {}
-_STREAMS: dict[int, Any] = {}
-_thread = threading.local()
+_KERNELS: dict[Any, Any] = {}
 
 
-def load_kernels(
-    source: Path, device: int, names: tuple[str, ...], defines: dict[str, int]
-) -> dict[str, Any]:
-    """The kernels of one specialisation of a source, compiled and loaded on a device."""
-    key = (source, device, tuple(sorted(defines.items())))
+def load_kernel(source: Path, device: int, name: str, defines: dict[str, int]) -> tuple[int, Any]:
+    """A kernel of one specialisation of a source, compiled and loaded on a device.
+
+    Returns:
+        Its handle for the driver, and the object that keeps it loaded.
+    """
+    key = (source, device, name, tuple(sorted(defines.items())))
     with _LOCK:
         found = _KERNELS.get(key)
         if found is None:
             major, minor = torch.cuda.get_device_capability(device)
             code = compile_cubin(source, f"sm_{major}{minor}", defines)
             with torch.cuda.device(device), _relaxed_capture():
-                found = {name: code.get_kernel(name) for name in names}
-                _load(found.values())
-            _KERNELS[key] = found
+                kernel = code.get_kernel(name)
+                # Load it now: the driver is lazy, and a first launch may come during capture.
+                found = _KERNELS[key] = (_function(kernel), kernel)
     return found
 
 
-def _load(kernels: Any) -> None:
-    """Load kernels now: the driver is lazy, and a first launch may come during graph capture."""
+def _function(kernel: Any) -> int:
+    """The kernel's handle in the current context."""
     from cuda.bindings import driver
 
-    for kernel in kernels:
-        driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
+    code, function = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
+    if int(code):
+        raise RuntimeError(f"the CUDA driver did not load a kernel: {code}")
+    return int(function)
 
 
 class _relaxed_capture:
@@ -153,35 +157,4 @@ class _relaxed_capture:
         self.driver.cuThreadExchangeStreamCaptureMode(self.mode)
 
 
-def launcher(device: torch.device, grid: int, threads: int) -> Callable[..., None]:
-    """``launch(kernel, *args)`` on the current stream of ``device``."""
-    core = _core()[0]
-    config = core.LaunchConfig(grid=grid, block=threads)
-    core_launch, index = core.launch, device.index
-    raw_stream, current = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-
-    def launch(kernel: Any, *args: Any) -> None:
-        if not hasattr(_thread, "ready"):  # a new thread has no CUDA context before torch's call
-            torch.cuda.set_device(torch.cuda.current_device())
-            _thread.ready = True
-        handle = raw_stream(index)
-        stream = _STREAMS.get(handle)
-        if stream is None:
-            stream = _STREAMS[handle] = _wrap_stream(core, handle)
-        if current() == index:
-            core_launch(stream, config, kernel, *args)
-        else:
-            with torch.cuda.device(index):
-                core_launch(stream, config, kernel, *args)
-
-    return launch
-
-
-def _wrap_stream(core: Any, handle: int) -> Any:
-    if handle == 0:
-        legacy = getattr(core, "LEGACY_DEFAULT_STREAM", None)
-        return core.Device().default_stream if legacy is None else legacy
-    return core.Stream.from_handle(handle)
-
-
-__all__ = ["compile_cubin", "device_reasons", "launcher", "load_kernels", "missing"]
+__all__ = ["compile_cubin", "device_reasons", "load_kernel", "missing"]

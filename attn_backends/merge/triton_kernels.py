@@ -8,7 +8,8 @@ A program owns ROWS rows (token, head), reads their LSEs, computes their weights
 +inf counts as -inf, and outputs of weight 0 are selected away. With SPECULATE, for problems so
 small that latency decides, they are loaded before the weights are known; else they are not read.
 IN_PLACE puts a barrier between the last read and the first write of a program, since a row's LSE
-is read by several warps and written by one.
+is read by several warps and written by one. With PDL a kernel may be launched while the one ahead
+of it still runs; it waits for that one before it touches memory, and lets the next come as early.
 
 Strides of outputs come in units of VEC elements, so that the compiler sees their alignment. This
 module imports Triton; go through ``triton_merge``.
@@ -74,7 +75,11 @@ def _merge_pair_kernel(
     SCALED: tl.constexpr,
     SPECULATE: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < num_tokens * num_heads
     at = _offsets(rows, num_heads, 1, stride_lse_a_t, stride_lse_a_h, STRIDED)
@@ -197,7 +202,11 @@ def _merge_many_kernel(
     SEPARATE: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < num_tokens * num_heads
     width: tl.constexpr = HEAD_DIM // VEC

@@ -1,7 +1,7 @@
 """The Triton path: launch shapes and arguments for ``triton_kernels``.
 
-What a layout fixes is prepared once, the compiled kernel included; a launch then passes pointers
-to it directly, past Triton's own argument handling, which costs more than the kernel. Under
+What a layout fixes is prepared once, the compiled kernel included; a launch then passes addresses
+to the driver, past Triton's own argument handling, which costs more than the kernel. Under
 ``TRITON_INTERPRET=1`` kernels run in Triton's interpreter, on CPU tensors too.
 """
 
@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import driver
 from ..errors import Reason
+from .cuda_merge import has_pdl
 
 MAX_BLOCK_D = 1024
 MAX_UNROLL = 8  # states that a program reads without a loop
@@ -27,11 +29,13 @@ class Tuning(NamedTuple):
         vectors: 16-byte vectors of each side that a thread holds.
         small_limit: Most bytes of an output for which both sides are loaded before the weights
             are known; beyond, a side of weight 0 is not read.
+        pdl: Let a kernel start while the one ahead of it still runs, where the device can.
     """
 
     warps: int = 4
     vectors: int = 1
     small_limit: int = 1 << 24
+    pdl: bool = True
 
 
 TUNING = Tuning()
@@ -88,7 +92,8 @@ def prepare_pair(
 
     Returns:
         ``launch(o_a, lse_a, o_b, lse_b, out_o, out_lse, num_prefix, scale, in_place)``, with
-        tensors or addresses.
+        tensors or addresses. ``launch.ready[in_place]`` is the ``driver.Launch`` of a plain merge
+        (every token has a prefix, no scale) once there was one.
     """
     tokens, heads, head_dim = o_a.shape
     shape = _shape(o_a, aligned, tuning)
@@ -106,27 +111,33 @@ def prepare_pair(
     )
     speculate = o_a.numel() * o_a.element_size() <= tuning.small_limit
     fixed = {**shape, "STRIDED": strided, "HAS_B": o_b is not None, "SPECULATE": speculate}
-    pointers = [o_a.dtype, torch.float32, None if o_b is None else o_b.dtype, torch.float32]
-    pointers += [out_dtype, torch.float32]
+    fp32 = torch.float32
+    pointers = (o_a.dtype, fp32, o_a.dtype, fp32, out_dtype, fp32)
     module = _kernels()[0]
     kernel = module.merge_pair_aligned if aligned else module.merge_pair_any
     grid = -(-tokens * heads // shape["ROWS"])
-    launcher = _Launcher(kernel, o_a.device, grid, tuning.warps)
+    launcher = _Launcher(kernel, o_a.device, grid, tuning)
+    plain = (1.0, tokens, heads, -1, *strides)
 
     def run(o_a, lse_a, o_b, lse_b, o, lse, num_prefix, scale, in_place):  # type: ignore
-        scaled, where, number = 0, None, 1.0
+        # An address must be given for what is absent; the kernels never read it.
+        tensors = (o_a, lse_a, o_a if o_b is None else o_b, lse_b, o, lse)
+        if num_prefix < 0 and scale is None:
+            constants = {**fixed, "SCALED": 0, "IN_PLACE": in_place}
+            run.ready[in_place] = launcher(  # type: ignore[attr-defined]
+                in_place, constants, pointers, tensors, (None, *plain)
+            )
+            return
+        scaled, where, number = 0, lse_a, 1.0
         if isinstance(scale, torch.Tensor):
             scaled, where = 2, scale
         elif scale is not None:
             scaled, number = 1, float(scale)
-        launcher(
-            (in_place, scaled),
-            lambda: {**fixed, "SCALED": scaled, "IN_PLACE": in_place},
-            (*pointers, None if where is None else torch.float32),
-            (o_a, lse_a, o_b, lse_b, o, lse, where),
-            (number, tokens, heads, num_prefix, *strides),
-        )
+        numbers = (number, tokens, heads, num_prefix, *strides)
+        constants = {**fixed, "SCALED": scaled, "IN_PLACE": in_place}
+        launcher((in_place, scaled), constants, (*pointers, fp32), (*tensors, where), numbers, True)
 
+    run.ready = [None, None]  # type: ignore[attr-defined]
     return run
 
 
@@ -143,10 +154,12 @@ def prepare_stacked(
     """Prepare an n-way merge of stacked states ``[n, T, H, DV]``.
 
     Returns:
-        ``launch(os, lses, counts, out_o, out_lse)``.
+        ``launch(os, lses, counts, out_o, out_lse)``, which tells whether it merged in place.
+        ``launch.ready[in_place]`` is the ``driver.Launch`` once there was one, and
+        ``launch.pack(*addresses)`` gives its arguments.
     """
     states = os.shape[0]
-    run = _prepare_many(
+    run, _ = _prepare_many(
         os[0], lses[0], states, counts, out_o, out_lse, out_dtype, aligned, False, tuning
     )
     vec = _vec(os, aligned)
@@ -156,9 +169,20 @@ def prepare_stacked(
     def launch(os, lses, counts, o, lse):  # type: ignore
         p_o, p_lse = os.data_ptr(), lses.data_ptr()
         in_place = 0 <= o.data_ptr() - p_o < o_span or 0 <= lse.data_ptr() - p_lse < lse_span
-        run(os, lses, counts, o, lse, jumps, in_place)
+        launch.ready[in_place] = run(os, lses, counts, o, lse, jumps, in_place)
+        return in_place
 
+    launch.ready = [None, None]  # type: ignore[attr-defined]
+    launch.pack = _pack_stacked if counts is None else _pack_counted  # type: ignore[attr-defined]
     return launch
+
+
+def _pack_stacked(p_o: int, p_lse: int, out_o: int, out_lse: int) -> tuple[int, ...]:
+    return p_o, p_lse, p_lse, out_o, out_lse
+
+
+def _pack_counted(p_o: int, p_lse: int, counts: int, out_o: int, out_lse: int) -> tuple[int, ...]:
+    return p_o, p_lse, counts, out_o, out_lse
 
 
 def prepare_separate(
@@ -174,21 +198,31 @@ def prepare_separate(
     """Prepare an n-way merge of up to 8 separate states of one layout.
 
     Returns:
-        ``launch(os, lses, counts, out_o, out_lse)``.
+        As ``prepare_stacked``.
     """
-    run = _prepare_many(
-        os[0], lses[0], len(os), None, out_o, out_lse, out_dtype, aligned, True, tuning
+    states = len(os)
+    run, numbers = _prepare_many(
+        os[0], lses[0], states, None, out_o, out_lse, out_dtype, aligned, True, tuning
     )
-    unit, padding = os[0].element_size() * _vec(os[0], aligned), (0,) * (8 - len(os))
+    unit, padding = os[0].element_size() * _vec(os[0], aligned), (0,) * (8 - states)
+
+    def jumps(at: Any) -> tuple[int, ...]:
+        """Where the states after the first lie, from the first."""
+        o_0, lse_0 = at[0], at[states]
+        o_jumps = [(p - o_0) // unit for p in at[1:states]]
+        lse_jumps = [(p - lse_0) // 4 for p in at[states + 1 : 2 * states]]
+        return (0, 0, *o_jumps, *padding, *lse_jumps, *padding)
+
+    def pack(*at: int) -> tuple[int, ...]:
+        return (at[0], at[states], at[states], at[-2], at[-1], *numbers(jumps(at)))
 
     def launch(os, lses, counts, o, lse):  # type: ignore
-        p_os, p_lses = [x.data_ptr() for x in os], [x.data_ptr() for x in lses]
-        in_place = o.data_ptr() in p_os or lse.data_ptr() in p_lses
-        o_jumps = [(p - p_os[0]) // unit for p in p_os[1:]]
-        lse_jumps = [(p - p_lses[0]) // 4 for p in p_lses[1:]]
-        jumps = (0, 0, *o_jumps, *padding, *lse_jumps, *padding)
-        run(os[0], lses[0], None, o, lse, jumps, in_place)
+        at = [x.data_ptr() for x in (*os, *lses, o, lse)]
+        in_place = at[-2] in at[:states] or at[-1] in at[states : 2 * states]
+        launch.ready[in_place] = run(os[0], lses[0], None, o, lse, jumps(at), in_place)
+        return in_place
 
+    launch.ready, launch.pack = [None, None], pack  # type: ignore[attr-defined]
     return launch
 
 
@@ -203,8 +237,8 @@ def _prepare_many(
     aligned: bool,
     separate: bool,
     tuning: Tuning,
-) -> Callable[..., None]:
-    """``run(o_0, lse_0, counts, out_o, out_lse, jumps, in_place)``."""
+) -> tuple[Callable[..., Any], Callable[..., tuple[int, ...]]]:
+    """``run(o_0, lse_0, counts, out_o, out_lse, jumps, in_place)``, and its numbers for jumps."""
     tokens, heads, head_dim = o_0.shape
     shape = _shape(o_0, aligned, tuning)
     strided = any(x is not None and not x.is_contiguous() for x in (o_0, lse_0, out_o, out_lse))
@@ -223,97 +257,119 @@ def _prepare_many(
         "SEPARATE": separate,
         "HAS_COUNTS": counts is not None,
     }
-    count_dtype = None if counts is None else counts.dtype
+    count_dtype = torch.float32 if counts is None else counts.dtype
     pointers = (o_0.dtype, torch.float32, count_dtype, out_dtype, torch.float32)
     module = _kernels()[0]
     kernel = module.merge_many_aligned if aligned else module.merge_many_any
     grid = -(-tokens * heads // shape["ROWS"])
-    launcher = _Launcher(kernel, o_0.device, grid, tuning.warps)
+    launcher = _Launcher(kernel, o_0.device, grid, tuning)
+
+    def numbers(jumps: tuple[int, ...]) -> tuple[int, ...]:
+        return states, tokens, heads, *jumps, *strides
 
     def run(o_0, lse_0, counts, o, lse, jumps, in_place):  # type: ignore
-        launcher(
+        return launcher(
             in_place,
-            lambda: {**fixed, "IN_PLACE": in_place},
+            {**fixed, "IN_PLACE": in_place},
             pointers,
-            (o_0, lse_0, counts, o, lse),
-            (states, tokens, heads, *jumps, *strides),
+            (o_0, lse_0, lse_0 if counts is None else counts, o, lse),
+            numbers(jumps),
+            separate,
         )
 
-    return run
+    return run, numbers
 
 
 class _Launcher:
     """Launches one kernel over one grid, compiling a variant when it is first needed."""
 
-    def __init__(self, kernel: Any, device: torch.device, grid: int, warps: int) -> None:
-        self._kernel, self._device, self._grid, self._warps = kernel, device, grid, warps
-        self._variants: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+    def __init__(self, kernel: Any, device: torch.device, grid: int, tuning: Tuning) -> None:
+        self._kernel, self._device, self._grid = kernel, device, (grid, 1, 1)
         self._interpreted = interpreted()
+        # Without fusion the two sides of a merge commute bit for bit.
+        self._options: dict[str, Any] = {"num_warps": tuning.warps, "enable_fp_fusion": False}
+        self._pdl = tuning.pdl and not self._interpreted and has_pdl(device)
+        if self._pdl:
+            self._options["launch_pdl"] = True
+        self._variants: dict[Any, Any] = {}
 
     def __call__(
         self,
         variant: Any,
-        constants: Callable[[], dict[str, Any]],
+        constants: dict[str, Any],
         pointers: tuple[torch.dtype | None, ...],
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: tuple[Any, ...],
         numbers: tuple[Any, ...],
-    ) -> None:
+        vary: bool = False,
+    ) -> driver.Launch | None:
         """Launch on the current stream.
 
         Args:
             variant: Names the constants below.
             constants: The constexpr arguments of the variant.
             pointers: Dtypes of ``tensors``.
-            tensors: Pointer arguments; None is a null pointer.
-            numbers: Scalar arguments.
+            tensors: Pointer arguments, tensors or addresses; None is a null pointer.
+            numbers: The other arguments, null pointers among them.
+            vary: Whether ``numbers`` differ between launches of a variant.
+
+        Returns:
+            The launch, for repeating it while the device is current; None where Triton launches.
         """
+        constants = {**constants, "PDL": self._pdl}
         if self._interpreted:
-            self._kernel[(self._grid,)](*tensors, *numbers, **constants())
-            return
+            self._kernel[self._grid](*tensors, *numbers, **constants)
+            return None
         index = self._device.index
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):  # Triton launches on the current device
-                self._launch(variant, constants, pointers, tensors, numbers)
-        else:
-            self._launch(variant, constants, pointers, tensors, numbers)
+        if driver.current_device() != index:
+            with torch.cuda.device(
+                index
+            ):  # kernels are loaded on, and launched to, the current one
+                return self._launch(variant, constants, pointers, tensors, numbers, vary)
+        return self._launch(variant, constants, pointers, tensors, numbers, vary)
 
     def _launch(
-        self, variant: Any, constants: Any, pointers: Any, tensors: Any, numbers: Any
-    ) -> None:
+        self, variant: Any, constants: Any, pointers: Any, tensors: Any, numbers: Any, vary: bool
+    ) -> driver.Launch | None:
+        from ..triton_compiled import is_hooked, launch_of
+
+        tensors = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in tensors])
         found = self._variants.get(variant)
         if found is None:
-            chosen = constants()
             compiled = self._kernel.warmup(
-                *pointers, *numbers, **chosen, grid=(self._grid,), **self._options()
+                *pointers, *numbers, **constants, grid=self._grid, **self._options
             )
             names = self._kernel.arg_names[len(tensors) + len(numbers) :]
-            trailing = tuple(chosen[name] for name in names)
-            found = self._variants[variant] = (compiled, trailing)
-        compiled, trailing = found
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        launch_compiled(compiled, self._grid, stream, (*tensors, *numbers, *trailing))
+            trailing = tuple(constants[name] for name in names)
+            zeros = tuple(0 if x is None else x for x in numbers)
+            changing = len(tensors) + (len(numbers) if vary else 0)
+            launch = launch_of(compiled, self._grid, (*tensors, *zeros, *trailing), changing)
+            found = self._variants[variant] = (compiled, trailing, launch)
+        compiled, trailing, launch = found
+        stream = driver.current_stream(self._device.index)
+        if launch is None or is_hooked():
+            launch_compiled(compiled, self._grid, stream, (*tensors, *numbers, *trailing))
+            return None
+        if vary:
+            launch(stream, *tensors, *numbers)
+        else:
+            launch(stream, *tensors)
+        return launch
 
-    def _options(self) -> dict[str, Any]:
-        # Without fusion the two sides of a merge commute bit for bit.
-        return {"num_warps": self._warps, "enable_fp_fusion": False}
 
-
-def launch_compiled(compiled: Any, grid: int, stream: int, args: tuple[Any, ...]) -> None:
-    """Launch a compiled Triton kernel, with all arguments (tensors, scalars, constants) in order.
-
-    Tensors are passed as addresses, which spares the driver a look-up for each.
-    """
+def launch_compiled(
+    compiled: Any, grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]
+) -> None:
+    """Let Triton launch a kernel it compiled, with all arguments (constants too) in order."""
     from triton import knobs
 
     runtime = knobs.runtime
     enter = runtime.launch_enter_hook
     metadata = None
     if enter is not None:  # a profiler listens
-        metadata = compiled.launch_metadata((grid, 1, 1), stream, *args)
-    addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args]
+        metadata = compiled.launch_metadata(grid, stream, *args)
     run = compiled.run  # loads the binary if need be; ``function`` is there afterwards
     hooks = (metadata, enter, runtime.launch_exit_hook)
-    run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, *hooks, *addresses)
+    run(*grid, stream, compiled.function, compiled.packed_metadata, *hooks, *args)
 
 
 def _vec(o: torch.Tensor, aligned: bool) -> int:

@@ -95,10 +95,11 @@ def main() -> None:
                     "SCALED": scaled,
                     "SPECULATE": speculate,
                     "IN_PLACE": in_place,
+                    "PDL": arch >= 90,
                 }
                 pointers = {"o_a_ptr": dtype, "o_b_ptr": dtype, "o_ptr": out}
                 pointers |= {"lse_a_ptr": fp32, "lse_b_ptr": fp32, "lse_ptr": fp32}
-                pointers["scale_ptr"] = fp32 if scaled == 2 else None
+                pointers["scale_ptr"] = fp32 if scaled else None
                 kernel = triton_kernels.merge_pair_aligned
                 if not aligned:
                     kernel = triton_kernels.merge_pair_any
@@ -115,9 +116,10 @@ def main() -> None:
                 "SEPARATE": separate,
                 "HAS_COUNTS": counts,
                 "IN_PLACE": counts,
+                "PDL": arch >= 90,
             }
             pointers = {"o_0_ptr": bf16, "lse_0_ptr": fp32, "o_ptr": bf16, "lse_ptr": fp32}
-            pointers["counts_ptr"] = torch.int32 if counts else None
+            pointers["counts_ptr"] = torch.int32 if counts else fp32
             compiled = build(triton_kernels.merge_many_aligned, pointers, constants, arch)
             check(compiled, f"many n={states} sm_{arch}", True)
     print("all compiled")

@@ -13,7 +13,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from attn_backends.merge import dispatch, many, nvrtc, pair
+from attn_backends import driver
+from attn_backends.merge import cuda_merge, dispatch, many, nvrtc, pair
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
 
@@ -39,7 +40,6 @@ static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
-static void atomicMax(unsigned* p, unsigned v) { if (v > *p) *p = v; }
 
 static ucontext_t home, threads[THREADS];
 static char* stacks;
@@ -87,6 +87,8 @@ static Vec load_vec(const char* p) {
   return v;
 }
 static float load_lse(const float* p) { return *p == INF ? -INF : *p; }
+static void enter() {}
+static float reciprocal(float x) { return 1.f / x; }
 static float half_to_float(u16 bits) { _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
 static u32 round_half(float f) {
 #if OUT_TYPE == 1
@@ -121,40 +123,52 @@ def install(monkeypatch: Any, folder: Path) -> None:
         monkeypatch: pytest's; undoes it all.
         folder: Where to compile.
     """
-    loaded: dict[Any, dict[str, Any]] = {}
+    loaded: dict[Any, Any] = {}
 
-    def load_kernels(source: Path, device: Any, names: Any, defines: dict[str, int]) -> Any:
-        key = tuple(sorted(defines.items()))
+    def load_kernel(source: Path, device: Any, name: str, defines: dict[str, int]) -> Any:
+        key = (name, *sorted(defines.items()))
         if key not in loaded:
-            library = ctypes.CDLL(str(build(source, names, defines, folder / f"{len(loaded)}")))
-            loaded[key] = {name: library[f"{name}_emulated"] for name in names}
-        return loaded[key]
+            library = ctypes.CDLL(str(build(source, name, defines, folder / f"{len(loaded)}")))
+            loaded[key] = library[f"{name}_emulated"]
+        return loaded[key], None
 
-    def launcher(device: Any, grid: int, threads: int) -> Any:
-        def launch(kernel: Any, *args: Any) -> None:
+    class Launch:
+        """``driver.Launch`` with the kernel run here."""
+
+        def __init__(
+            self, kernel: Any, grid: Any, threads: int, formats: str, values: Any, changing: int,
+            *, pdl: bool, owner: Any,
+        ) -> None:  # fmt: skip
+            assert len(formats) == len(values) and not pdl and grid[1:] == (1, 1)
+            self.kernel, self.grid, self.formats = kernel, grid[0], formats
+            self.rest, self.changing = values[changing:], changing
+
+        def __call__(self, stream: int, *args: Any) -> None:
+            assert len(args) == self.changing
             words = [
-                struct.unpack("q", struct.pack("d", x))[0] if isinstance(x, float) else x
-                for x in args
+                struct.unpack("q", struct.pack("d" if letter == "d" else "q", x))[0]
+                for letter, x in zip(self.formats, (*args, *self.rest))
             ]
-            failure = kernel(ctypes.c_long(grid), (ctypes.c_int64 * len(words))(*words))
+            failure = self.kernel(ctypes.c_long(self.grid), (ctypes.c_int64 * len(words))(*words))
             assert failure == 0, {1: "a divergent barrier", 2: "a misaligned vector"}[failure]
 
-        return launch
-
-    monkeypatch.setattr(nvrtc, "load_kernels", load_kernels)
-    monkeypatch.setattr(nvrtc, "launcher", launcher)
+    monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
+    monkeypatch.setattr(driver, "Launch", Launch)
+    monkeypatch.setattr(driver, "current_device", lambda: None)
+    monkeypatch.setattr(driver, "current_stream", lambda index: 0)
+    monkeypatch.setattr(cuda_merge, "has_pdl", lambda device: False)
     monkeypatch.setitem(dispatch._REASONS, "cuda", dispatch._kernel_reasons)
-    monkeypatch.setattr(pair, "_PLANS", {})
-    monkeypatch.setattr(many, "_PLANS", {})
+    pair.forget()
+    many.forget()
 
 
-def build(source: Path, names: Any, defines: dict[str, int], stem: Path) -> Path:
+def build(source: Path, name: str, defines: dict[str, int], stem: Path) -> Path:
     """Compile one specialisation as a shared library."""
     text = source.read_text()
     start = text.index("// ---- hardware")
     end = text.index("// ---- vectors")
     text = PRELUDE + text[:start] + HARDWARE + text[end:]
-    text += "".join(ENTRY.format(name=name, args=", ".join(arguments(defines))) for name in names)
+    text += ENTRY.format(name=name, args=", ".join(arguments(defines)))
     file = stem.with_suffix(".cpp")
     file.write_text(text)
     library = stem.with_suffix(".so")
@@ -174,10 +188,10 @@ def arguments(defines: dict[str, int]) -> list[str]:
         kinds = ["const char*", "const float*", "const char*", "const float*", "char*", "float*"]
         kinds += ["", "", "", "const float*", "double"] + [""] * (12 * defines["STRIDED"])
     else:
-        states = ["const char*", "", "const float*", ""]
+        states, jumps = ["const char*", "const float*"], ["", ""]
         if defines["SEPARATE"]:
-            states = ["const char*"] * 8 + ["const float*"] * 8
-        kinds = [*states, "const void*", "char*", "float*", "", "", ""]
+            states, jumps = ["const char*"] * 8 + ["const float*"] * 8, []
+        kinds = [*states, "const void*", "char*", "float*", *jumps, "", "", ""]
         kinds += [""] * (8 * defines["STRIDED"])
     found = []
     for i, kind in enumerate(kinds):

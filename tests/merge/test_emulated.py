@@ -31,6 +31,9 @@ pytestmark = pytest.mark.skipif(emulate.COMPILER is None, reason="needs a C++ co
 @pytest.fixture
 def emulated(monkeypatch, tmp_path):
     emulate.install(monkeypatch, tmp_path)
+    yield
+    emulate.pair.forget()
+    emulate.many.forget()
 
 
 def with_garbage(state, seed):
@@ -66,9 +69,9 @@ def test_two_states(emulated, make_state, arrange, monkeypatch, dtype, tokens, h
     )
     a[1][-1, 0] = NAN
     for limit in (ALWAYS, NEVER):  # the kernel for small problems, the one for large ones
-        tuning = cuda_merge.TUNING._replace(small_limit=limit)
+        tuning = cuda_merge.TUNING._replace(small_limit=limit, unroll=2)
         monkeypatch.setattr(cuda_merge.prepare_pair, "__defaults__", (tuning,))
-        emulate.pair._PLANS.clear()
+        emulate.pair.forget()
         for prefix in (None, tokens // 2):
             options = {"num_tokens_with_prefix": prefix}
             got = merge_state(*a, *b, path="cuda", **options)
@@ -113,10 +116,10 @@ def test_n_states(emulated, make_state, arrange, monkeypatch, dtype, tokens, hea
         stacked = stacked[0], stacked[1].mT.contiguous().mT
     counts = torch.arange(tokens, dtype=torch.int32 if n % 2 else torch.int64) * 3 - 2
     for limit in (ALWAYS, NEVER):  # states shared by groups of threads, or not
-        tuning = cuda_merge.TUNING._replace(split_limit=limit)
+        tuning = cuda_merge.TUNING._replace(split_limit=limit, small_limit=limit)
         for prepare in (cuda_merge.prepare_stacked, cuda_merge.prepare_separate):
             monkeypatch.setattr(prepare, "__defaults__", (tuning,))
-        emulate.many._PLANS.clear()
+        emulate.many.forget()
         want = merge_states(stacked, path="torch")
         assert_same(merge_states(stacked, path="cuda"), want)
         want = merge_states(stacked, counts=counts, path="torch")

@@ -1,0 +1,185 @@
+"""Launching compiled CUDA kernels straight through the driver, at the least cost to the host.
+
+What takes time in other launchers is looking at arguments: each is inspected, converted and packed
+again for every launch. A ``Launch`` lays the arguments of one kernel out in memory once, in the
+form that ``cuLaunchKernelEx`` reads, and then rewrites the stream and the few arguments that
+change. Threads never share that memory: each launch takes a block of it from a list and puts it
+back.
+
+Nothing here runs before the first launch, and importing this module touches no driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+
+#: Sizes of arguments, by the letters of ``struct``: addresses, integers and floats.
+SIZES = {"Q": 8, "q": 8, "d": 8, "I": 4, "i": 4, "f": 4}
+
+# CUlaunchConfig: grid, block and shared memory in 7 words, then stream, attributes, their number.
+_CONFIG = struct.Struct("<7I4x3Q")
+_STREAM_AT = 32
+# CUlaunchAttribute: an identifier and 64 bytes of value; this one is programmatic serialization.
+_PDL = struct.pack("<i4xi60x", 6, 1)
+_NO_CONTEXT = 201
+
+
+@cache
+def _library() -> Any:
+    """The driver's library, or None."""
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+@cache
+def _launch_function() -> Any:
+    """``cuLaunchKernelEx``, or None where the driver lacks it (before CUDA 11.8)."""
+    return getattr(_library(), "cuLaunchKernelEx", None)
+
+
+#: The current device, and the current stream of a device, of torch: functions without wrappers.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def available() -> bool:
+    """Whether the driver can be called from here."""
+    return _launch_function() is not None
+
+
+def offsets(formats: str) -> list[int]:
+    """Byte offset of each argument; every one is aligned to its own size."""
+    found, at = [], 0
+    for letter in formats:
+        size = SIZES[letter]
+        at += -at % size
+        found.append(at)
+        at += size
+    return found
+
+
+def parameters(function: int) -> list[tuple[int, int]] | None:
+    """Offset and size of each parameter of a loaded kernel; None if the driver cannot tell."""
+    ask = getattr(_library(), "cuFuncGetParamInfo", None)  # since CUDA 12.4
+    if ask is None:
+        return None
+    found: list[tuple[int, int]] = []
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    handle = ctypes.c_void_p(function)
+    while not ask(handle, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)):
+        found.append((offset.value, size.value))
+    return found
+
+
+def _pattern(formats: str) -> str:
+    """``formats`` with the padding that alignment puts between arguments."""
+    text, at = "", 0
+    for letter, offset in zip(formats, offsets(formats)):
+        text += f"{offset - at}x{letter}" if offset > at else letter
+        at = offset + SIZES[letter]
+    return text
+
+
+class Launch:
+    """One kernel with its grid and arguments, ready to be launched again and again.
+
+    Args:
+        function: Handle of the loaded kernel (CUfunction or CUkernel).
+        grid: Blocks per dimension.
+        threads: Per block.
+        formats: One letter of ``SIZES`` per argument.
+        values: The arguments.
+        changing: How many of the first arguments each launch passes anew.
+        shared: Bytes of dynamic shared memory.
+        pdl: Launch so that the kernel may start before the one ahead of it has ended; the kernel
+            must then wait by itself.
+        owner: Kept alive with the launch, since its end would unload the kernel.
+    """
+
+    __slots__ = ("_attributes", "_call", "_config", "_count", "_function", "_idle", "_offsets",
+                 "_owner", "_pack", "_pattern", "_values")  # fmt: skip
+
+    def __init__(
+        self, function: int, grid: tuple[int, int, int], threads: int, formats: str,
+        values: tuple[Any, ...], changing: int, *, shared: int = 0, pdl: bool = False,
+        owner: Any = None,
+    ) -> None:  # fmt: skip
+        assert len(formats) == len(values)
+        attributes = ctypes.create_string_buffer(_PDL, len(_PDL)) if pdl else None
+        self._attributes = 0 if attributes is None else ctypes.addressof(attributes)
+        self._count = int(pdl)
+        self._config = (*grid, threads, 1, 1, shared, 0, self._attributes, self._count)
+        self._function = ctypes.c_void_p(function)
+        self._offsets, self._values = offsets(formats), values
+        self._pattern = "<" + _pattern(formats)
+        self._pack = struct.Struct("<3Q" + _pattern(formats[:changing])).pack_into
+        self._call = _launch_function()
+        self._owner = (owner, attributes)
+        self._idle: list[Any] = []
+
+    def _memory(self) -> tuple[Any, Any, Any, Any]:
+        """A block: config and arguments, the table of argument addresses, references to both."""
+        memory = ctypes.create_string_buffer(_CONFIG.size + struct.calcsize(self._pattern))
+        _CONFIG.pack_into(memory, 0, *self._config)
+        struct.pack_into(self._pattern, memory, _CONFIG.size, *self._values)
+        first = ctypes.addressof(memory) + _CONFIG.size
+        table = (ctypes.c_void_p * max(len(self._offsets), 1))(*[first + o for o in self._offsets])
+        return memory, table, ctypes.byref(memory), ctypes.byref(table)
+
+    def __call__(self, stream: int, *changing: Any) -> None:
+        """Launch on a stream of the current device.
+
+        Args:
+            stream: Handle of the stream.
+            changing: The first arguments.
+
+        Raises:
+            RuntimeError: The driver refused; the message has its words.
+        """
+        block = self._idle.pop() if self._idle else self._memory()
+        memory, _, config, table = block
+        self._pack(memory, _STREAM_AT, stream, self._attributes, self._count, *changing)
+        code = self._call(config, self._function, table, None)
+        if code == _NO_CONTEXT:  # a new thread
+            bind_context()
+            code = self._call(config, self._function, table, None)
+        self._idle.append(block)
+        if code:
+            raise RuntimeError(f"the CUDA driver refused a launch: {_words(code)}")
+
+
+def bind_context() -> None:
+    """Give this thread the context of torch's current device, as its first CUDA call would."""
+    library = _library()
+    context = ctypes.c_void_p()
+    code = library.cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+    code = code or library.cuCtxSetCurrent(context)
+    if code:
+        raise RuntimeError(f"the CUDA driver gave no context: {_words(code)}")
+
+
+def _words(code: int) -> str:
+    text = ctypes.c_char_p()
+    _library().cuGetErrorString(code, ctypes.byref(text))
+    return f"{(text.value or b'unknown error').decode()} ({code})"
+
+
+__all__ = [
+    "SIZES",
+    "Launch",
+    "available",
+    "bind_context",
+    "current_device",
+    "current_stream",
+    "offsets",
+    "parameters",
+]

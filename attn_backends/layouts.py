@@ -1,0 +1,80 @@
+"""Telling in one step whether tensors are laid out as others were that have been checked.
+
+Reading shape, strides, dtype and device of every tensor from Python takes longer than a launch.
+torch has the comparison in C++, for the guards of its compiler; where a version of torch lacks it,
+or has changed it, the attributes are compared here, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def layout(x: torch.Tensor) -> tuple[Any, ...]:
+    """What a check of a tensor looks at, as a key."""
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def guard(*tensors: Any) -> Callable[..., bool] | None:
+    """A function that tells whether as many tensors are laid out like these.
+
+    Alike are type, device, dtype, shape, strides and that no gradient is asked for. Addresses are
+    left out. One tensor given twice may count as unlike.
+
+    Returns:
+        The function; None for tensors that ask for a gradient or are of a subclass, which need a
+        closer look each time.
+    """
+    if any(type(x) is not torch.Tensor or x.requires_grad for x in tensors):
+        return None
+    compiled = _compiled_guard(tensors) if _COMPILED else None
+    return _plain_guard(tensors) if compiled is None else compiled
+
+
+def _compiled_guard(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        # None: no dimension is left open.
+        check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return check if check(*tensors) is True else None
+    except Exception:  # private to torch: any change is met by the other way
+        return None
+
+
+def _plain_guard(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
+    wanted = tuple(layout(x) for x in tensors)
+
+    def check(*others: Any) -> bool:
+        for x, want in zip(others, wanted):
+            if type(x) is not torch.Tensor or x.requires_grad or layout(x) != want:
+                return False
+        return True
+
+    return check
+
+
+def _works() -> bool:
+    """Whether torch's comparison tells apart what must be told apart."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(2, 3)
+        check = _compiled_guard((x, torch.ones(2, 3)))
+        if check is None:
+            return False
+        others = (
+            torch.zeros(2, 4), torch.zeros(3, 2).mT, x.double(), torch.zeros(2, 3, 1),
+            torch.zeros(2, 3, device="meta"), torch.zeros(2, 3, requires_grad=True),
+            torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False),
+        )  # fmt: skip
+        try:
+            return check(x, x.clone()) and not any(check(x, other) for other in others)
+        except Exception:
+            return False
+
+
+_COMPILED = _works()
+
+__all__ = ["guard", "layout"]
