@@ -211,10 +211,10 @@ def points(
         InvalidInputError: A number is not positive, or ``q_len`` exceeds a length.
     """
     cpu = device.type != "cuda"
-    for name, numbers in (("batch", batches), ("length", lengths), ("q_len", [q_len or 1])):
-        for n in numbers:
-            if n < 1:
-                raise InvalidInputError.of(name, n, "an int >= 1")
+    given = {"batch": batches, "length": lengths, "q_len": () if q_len is None else (q_len,)}
+    for name, numbers in given.items():
+        if numbers and min(numbers) < 1:
+            raise InvalidInputError.of(name, min(numbers), "an int >= 1")
     if q_len is not None and bench != "extend":
         raise InvalidInputError.of("q_len", q_len, f"None: {bench} decides it")
     if not batches and not lengths and q_len is None:
@@ -222,10 +222,11 @@ def points(
             return [Case(bench, *numbers, **shape) for numbers in _SMALL[bench]]
         standard = cases(bench, **shape)
         return list(dict.fromkeys(standard))  # mla has each point for two numbers of heads
+    new = (16 if cpu else 128) if q_len is None else q_len
     found = []
     for b in batches or (1,):
         for n in lengths or (128 if cpu else 1024,):
-            q = {"decode": 1, "mla": 1, "prefill": n}.get(bench, q_len or (16 if cpu else 128))
+            q = {"decode": 1, "mla": 1, "prefill": n, "extend": new}[bench]
             if q > n:
                 raise InvalidInputError.of("q_len", q, f"1..{n}, the length")
             found.append(Case(bench, b, q, n, **shape))

@@ -78,6 +78,12 @@ def capacity_of(batch: Batch) -> Capacity:
     return Capacity(*sizes, max_pages=width)
 
 
+def no_graph(backend: AttentionBackend) -> str:
+    """Why a backend is not captured: a failed capture can spoil what is measured after it."""
+    declared = "cuda_graph" in backend.capabilities.features
+    return "" if declared else "it does not declare cuda_graph"
+
+
 def backend_way(backend: AttentionBackend, x: Inputs) -> Way:
     """A bound backend on the inputs, planned once; for graphs, if need be, with a capacity."""
 
@@ -85,9 +91,7 @@ def backend_way(backend: AttentionBackend, x: Inputs) -> Way:
         plan = backend.plan(x.batch, capacity_of(x.batch) if with_capacity else None)
         return lambda i: backend.run(x.q[i], x.k[i], x.v[i], plan)
 
-    graphs = "cuda_graph" in backend.capabilities.features
-    later: Callable[[], Call] | None = (lambda: planned(True)) if graphs else None
-    return Way(lambda: planned(False), later)
+    return Way(lambda: planned(False), lambda: planned(True), no_graph=no_graph(backend))
 
 
 def backend_ways(x: Inputs, names: Sequence[str]) -> tuple[dict[str, Way], dict[str, str]]:
@@ -113,5 +117,5 @@ def backend_ways(x: Inputs, names: Sequence[str]) -> tuple[dict[str, Way], dict[
     return ways, refused
 
 
-__all__ = ["backend_way", "backend_ways", "capacity_of", "chooser", "every_backend", "parse"]
-__all__ += ["why_not"]
+__all__ = ["backend_way", "backend_ways", "capacity_of", "chooser", "every_backend"]
+__all__ += ["no_graph", "parse", "why_not"]

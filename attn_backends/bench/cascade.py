@@ -13,13 +13,22 @@ from typing import Any
 
 import torch
 
+from ..backend import AttentionBackend
 from ..batch import Batch
 from ..cascade import level_specs, plan_cascade
 from ..errors import InvalidInputError
 from ..prefixes import split_prefixes
 from ..spec import AttentionSpec
 from .attention_cases import DTYPES
-from .backend_ways import backend_way, chooser, every_backend, parse, why_not
+from .backend_ways import (
+    backend_way,
+    capacity_of,
+    chooser,
+    every_backend,
+    no_graph,
+    parse,
+    why_not,
+)
 from .gate import check, limit_of, reference
 from .graph_timer import copies_for
 from .roofline import find_gpu
@@ -124,14 +133,15 @@ class CascadeInputs:
         )  # fmt: skip
 
 
-def cascade_way(name: str, x: CascadeInputs) -> Way:
+def cascade_way(backend: AttentionBackend, x: CascadeInputs) -> Way:
     """Our cascade with one backend at every level, planned once."""
 
-    def make() -> Call:
-        plan = plan_cascade(x.spec, x.levels, backend=name)
+    def planned(with_capacity: bool) -> Call:
+        capacities = [capacity_of(level) for level in x.levels] if with_capacity else None
+        plan = plan_cascade(x.spec, x.levels, backend=backend.name, capacities=capacities)
         return lambda i: plan.run(x.q[i], x.k[i], x.v[i])
 
-    return Way(make)
+    return Way(lambda: planned(False), lambda: planned(True), no_graph=no_graph(backend))
 
 
 def flashinfer_cascade(x: CascadeInputs) -> Call:
@@ -181,16 +191,15 @@ def cascade_ways(
     for name in names or every_backend():
         if parse(name)[1]:
             raise InvalidInputError.of("backend", repr(name), "a name without options for cascade")
-        plain = why_not(name, x.spec, "decode", x.device)
-        if plain:
-            refused[f"plain-{name}"] = plain
-        else:
-            backend = chooser(name, x.spec, "decode", x.device)()
-            ways[f"plain-{name}"] = backend_way(backend, x)
-        if why := why_not(name, shared, "prefill", x.device) or plain:
+        if why := why_not(name, x.spec, "decode", x.device):
+            refused[name] = why
+            continue
+        backend = chooser(name, x.spec, "decode", x.device)()
+        ways[f"plain-{name}"] = backend_way(backend, x)
+        if why := why_not(name, shared, "prefill", x.device):
             refused[f"cascade-{name}"] = why
         else:
-            ways[f"cascade-{name}"] = cascade_way(name, x)
+            ways[f"cascade-{name}"] = cascade_way(backend, x)
     for name in peers:
         ways[name] = Way(lambda make=PEERS[name]: make(x))  # type: ignore[misc]
     # Cascades first: ratios are taken to the first row.

@@ -32,11 +32,13 @@ class Way:
         make: Builds ``call(i)``, which does the work on copy i; what it prepares is not timed.
         for_graph: Builds a call for a CUDA graph, tried if that of ``make`` cannot be captured.
         gate: Compares this way with the reference, in place of the point's own gate.
+        no_graph: Why it is not captured at all; empty if it may be tried.
     """
 
     make: Callable[[], Call]
     for_graph: Callable[[], Call] | None = None
     gate: Gate | None = None
+    no_graph: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,9 @@ def measure_point(
     if GRAPH in modes:
         graphs = []
         for variant in ready:
+            if why := ways[variant.name].no_graph:
+                found.refused.append(point.refusal(variant.name, why, GRAPH))
+                continue
             try:
                 graphs.append(_captured(variant, ways[variant.name], gate, point.copies))
             except Exception as error:
@@ -198,9 +203,9 @@ def _said(error: Exception) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Give memory back between points."""
-    gc.collect()
+    """Give the memory of a GPU back between points."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any
 
 import typer
@@ -101,13 +100,10 @@ def _show(out: Any, choice: PhaseChoice) -> None:
         out.print(f"order: {choice.ranking}", soft_wrap=True)
     if choice.measured is not None and choice.measured.points:
         names = list(choice.measured.median_us)
-        lines = [
-            [
-                f"{p.batch} x {p.q_len} over {p.kv_len}",
-                *(f"{p.median_us.get(n, math.nan):g}" for n in names),
-            ]
-            for p in choice.measured.points
-        ]
+        lines = []
+        for p in choice.measured.points:
+            times = [f"{p.median_us[n]:g}" if n in p.median_us else "" for n in names]
+            lines.append([f"{p.batch} x {p.q_len} over {p.kv_len}", *times])
         out.print(table("", ["measured, us", *names], lines))
     if choice.error is not None:
         out.print(choice.error, style="red", soft_wrap=True)
