@@ -166,9 +166,11 @@ class Call:
         self.split_numbers = (plan.part_rows, self.left, self.right, self.k_step, self.v_step)
         self.split_grid = (plan.bounds.items * spec.num_kv_heads, 1, 1)
         if merges:
-            block_s = 16 if dvp <= 256 else 8
+            # Wide rows are cut by lanes: few rows with many parts would keep few programs busy.
+            block_d = dvp if dvp <= 256 else 128
+            block_s = 16
             constants = (
-                ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv), ("DVP", dvp),
+                ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv), ("BLOCK_D", block_d),
                 ("HAS_SINKS", extras.sinks is not None),
                 ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0), ("IN_ORDER", plan.c0 > 0),
                 ("PDL", pdl), ("BLOCK_M", config.block_m), ("BLOCK_S", block_s),
@@ -181,7 +183,8 @@ class Call:
             self.merge_tensors = (plan.seqs, plan.part_acc, plan.part_ml)
             self.merge_at = tuple([x.data_ptr() for x in self.merge_tensors])
             self.merge_numbers = (*self.out_strides, rows, plan.part_rows, self.v_step)
-            self.merge_grid = (rows * spec.num_kv_heads * plan.batch.num_seqs, 1, 1)
+            blocks = -(-spec.dv // block_d)
+            self.merge_grid = (rows * spec.num_kv_heads * plan.batch.num_seqs, blocks, 1)
 
     def _bind_prefill(self, plan: TritonPlan, features: tuple, flags: tuple) -> None:
         spec, batch, config = plan.spec, plan.batch, plan.prefill

@@ -35,7 +35,7 @@ class SplitConfig:
     block_n: int
     warps: int
     stages: int
-    occupancy: int = 2
+    occupancy: int = 3
     min_chunk: int = 64
 
 
@@ -132,18 +132,36 @@ def split_config(
     widest = max(d, dv)
     if widest > 256:
         small = block_m < 64
-        config = SplitConfig(block_m, 32 if small else 64, 4 if small else 8, 3 if small else 2, 1)
+        config = SplitConfig(block_m, 32 if small else 64, 4 if small else 8, 3 if small else 2,
+                             2 if small else 1)  # fmt: skip
         if not share_kv and not small:
             config = replace(config, block_n=32)
     elif widest > 128:
-        config = SplitConfig(block_m, 32, 4, 4 if block_m < 64 else 3)
+        config = SplitConfig(block_m, 32, 4, 3)
+    elif widest > 64:
+        config = SplitConfig(block_m, 64, 4, 3)
     else:
-        config = SplitConfig(block_m, 64, 4, 3 if widest > 64 else 4)
+        config = SplitConfig(block_m, 128, 4, 3)
     if invariant and widest > 64:
         config = replace(config, warps=8)  # two accumulators: of the chunk and of all before it
     if kv_bytes == 1 and widest <= 128 and arch >= 89:  # older: converting takes registers
-        config = replace(config, block_n=2 * config.block_n)
+        config = replace(config, block_n=128)
     return _fit(config, arch, d, dv, q_bytes, kv_bytes, share_kv)
+
+
+@cache
+def many_config(
+    arch: int, block_m: int, d: int, dv: int, q_bytes: int, kv_bytes: int
+) -> SplitConfig | None:
+    """Small tiles of which many programs fit, for batches that fill one wave of theirs.
+
+    None where none were measured to help: see ``schedule.prefers_many``.
+    """
+    if arch < 90 or block_m > 16 or q_bytes != 2 or kv_bytes != 2 or max(d, dv) > 128:
+        return None
+    if max(d, dv) > 64:
+        return SplitConfig(block_m, 32, 1, 3, 7)
+    return SplitConfig(block_m, 64, 2, 4, 5)
 
 
 @cache
@@ -191,6 +209,7 @@ __all__ = [
     "PrefillConfig",
     "SplitConfig",
     "fit_stages",
+    "many_config",
     "prefill_config",
     "split_config",
     "split_lanes",

@@ -216,12 +216,13 @@ def _split_fwd_kernel(
 def _merge_fwd_kernel(
     o_ptr, lse_ptr, seqs_ptr, part_acc_ptr, part_ml_ptr, sinks_ptr, v_scale_ptr, v_factor,
     stride_ot, stride_oh, stride_lt, stride_lh, rows_per_seq, part_rows, v_scale_step,
-    HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, IN_ORDER: tl.constexpr,
     PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One program per KV head, row and sequence, in this order from the fastest."""
+    """One program per KV head, row, sequence and block of lanes, in this order from the fastest."""
     pid = tl.program_id(0)
+    first_lane = tl.program_id(1) * BLOCK_D
     kv_head = (pid % HK).to(tl.int64)
     r = (pid // HK) % rows_per_seq
     seq = seqs_ptr + (pid // HK // rows_per_seq).to(tl.int64) * 4
@@ -237,10 +238,10 @@ def _merge_fwd_kernel(
     tile = (r // BLOCK_M).to(tl.int64)
     base = ((slot + tile * parts) * HK + kv_head) * part_rows + r % BLOCK_M
     step = part_rows.to(tl.int64) * HK
-    lane = tl.arange(0, DVP)
+    lane = first_lane + tl.arange(0, BLOCK_D)
     m = tl.full([1], NEG_INF, tl.float32)
     l = tl.zeros([1], tl.float32)  # noqa: E741
-    acc = tl.zeros([1, DVP], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
     if IN_ORDER:
         for s in range(0, parts):
             part = base + (tl.full([1], 0, tl.int64) + s) * step
@@ -259,7 +260,7 @@ def _merge_fwd_kernel(
             l_part = tl.load(part_ml_ptr + part * 2 + 1, mask=live, other=0.0)
             rows = part_acc_ptr + part[:, None] * DV + lane[None, :]
             inside = live[:, None] & (lane[None, :] < DV)
-            x = tl.load(rows, mask=inside, other=0.0)  # [BLOCK_S, DVP]
+            x = tl.load(rows, mask=inside, other=0.0)  # [BLOCK_S, BLOCK_D]
             x = tl.where(m_part[:, None] == NEG_INF, 0.0, x)  # a row may have seen other rows' NaN
             m_new = tl.maximum(m, tl.max(m_part, 0))
             m_safe = tl.where(m_new == NEG_INF, 0.0, m_new)
@@ -280,9 +281,10 @@ def _merge_fwd_kernel(
         factor *= alpha
     token = q_start.to(tl.int64) + r // GROUP
     o_row = tl.full([1], 0, tl.int64) + (token * stride_ot + head * stride_oh)
-    store_rows(o_ptr, o_row, normalise(acc, empty, l, factor), empty | True, 0, DVP, DV)
+    x = normalise(acc, empty, l, factor).to(o_ptr.dtype.element_ty)
+    tl.store(o_ptr + o_row[:, None] + lane[None, :], x, mask=lane[None, :] < DV)
     lse_row = tl.full([1], 0, tl.int64) + (token * stride_lt + head * stride_lh)
-    tl.store(lse_ptr + lse_row, natural_lse(m, l))
+    tl.store(lse_ptr + lse_row, natural_lse(m, l), mask=tl.full([1], 0, tl.int32) == first_lane)
 
 
 __all__ = ["ITEM_FIELDS", "SEQ_FIELDS", "_merge_fwd_kernel", "_split_fwd_kernel"]

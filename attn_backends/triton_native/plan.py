@@ -15,10 +15,17 @@ from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
 from .call import Call, launch, launcher_of, next_power_of_2, scale_kind
-from .configs import PrefillConfig, SplitConfig, prefill_config, split_config, split_lanes
+from .configs import (
+    PrefillConfig,
+    SplitConfig,
+    many_config,
+    prefill_config,
+    split_config,
+    split_lanes,
+)
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
 from .launch import is_interpreted
-from .schedule import MERGE_COST, RAGGED_PIECE, WAVES, split_bounds
+from .schedule import prefers_many, split_bounds
 
 #: More rows (tokens times group) than any sequence has: everything takes the split kernel.
 ALL_ROWS = 2**31 - 1
@@ -26,6 +33,8 @@ ALL_ROWS = 2**31 - 1
 SHORT_ROWS = 64
 #: The same while the prefill kernel would leave most multiprocessors without work.
 SHORT_ROWS_IDLE = 1024
+#: Bytes of keys and values that a program reads alone in a microsecond, measured on an H200.
+PROGRAM_BYTES = 25_600
 #: Keys of the first batch-invariant chunks; rows of a batch-invariant tile.
 INVARIANT_CHUNK = 512
 INVARIANT_ROWS = 64
@@ -117,11 +126,19 @@ class TritonPlan(Plan):
             short = INVARIANT_ROWS
         # Whether V lies in K is known at run time; tiles are chosen as if, where widths allow it.
         share = dv > 256 and dv < spec.head_dim and dv == split_lanes(spec.head_dim)[0]
+        self.shares_width = share
         self.split = split_config(
             device.arch, short, spec.head_dim, dv, q_bytes, kv_bytes, share, spec.batch_invariant
         )
         if options.split_config is not None:
             self.split = SplitConfig(*options.split_config)
+        elif not (spec.batch_invariant or options.num_splits or options.split_keys):
+            many = many_config(device.arch, self.split.block_m, spec.head_dim, dv, *self.sizes)
+            tiles = batch.num_seqs * -(-short // self.split.block_m)
+            if many is not None and prefers_many(
+                tiles * spec.num_kv_heads, device.processors, self.split.occupancy, many.occupancy
+            ):
+                self.split = many
         small = -(-batch.total_q // 128) * spec.num_heads < device.processors or rows <= 64
         self.prefill = prefill_config(
             device.arch, small, spec.head_dim, dv, q_bytes, kv_bytes, spec.has_mask
@@ -190,13 +207,17 @@ class TritonPlan(Plan):
         self.c0 = INVARIANT_CHUNK if spec.batch_invariant else 0
         self.num_splits = 0 if self.c0 else options.num_splits or 0
         left = spec.bounds[0]
-        self.slots = max(self.device.processors * config.occupancy, 1)
+        q_bytes, kv_bytes = self.sizes
+        # Bytes of a key and value; converting fp8 takes as long as reading twice as much.
+        width = (spec.head_dim + (0 if self.shares_width else spec.dv)) * max(kv_bytes, 2)
+        self.rate = PROGRAM_BYTES / width
         bounds = split_bounds(
             batch.q_lens if self.exact else None, batch.kv_lens if self.exact else None,
             num_seqs=batch.num_seqs, total_q=batch.total_q, max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k, left=left, short_rows=self.short_rows,
-            block_m=config.block_m, block_n=config.block_n, slots=self.slots,
-            min_chunk=config.min_chunk, num_kv_heads=spec.num_kv_heads, group=spec.group_size,
+            block_m=config.block_m, block_n=config.block_n, rate=self.rate,
+            processors=self.device.processors, occupancy=config.occupancy, min_chunk=config.min_chunk,
+            num_kv_heads=spec.num_kv_heads, group=spec.group_size,
             chunk=0 if self.c0 else options.split_keys or 0, splits=self.num_splits, c0=self.c0,
             pad_rows=self.pad_rows,
         )  # fmt: skip
@@ -234,7 +255,7 @@ class TritonPlan(Plan):
             ("RAGGED", batch.cu_seqlens_k is not None), ("PAD_ROWS", self.pad_rows),
             ("C0", self.c0), ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             ("BLOCK_B", min(max(next_power_of_2(batch.num_seqs), 16), 1024)),
-            ("WAVES", WAVES), ("RAGGED_PIECE", RAGGED_PIECE), ("MERGE_COST", MERGE_COST),
+            ("OCCUPANCY", config.occupancy),
         )  # fmt: skip
         launcher = launcher_of("schedule", constants, 4, 1, False)
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
@@ -242,7 +263,7 @@ class TritonPlan(Plan):
         addresses = tuple([x.data_ptr() for x in tensors])
         numbers = (
             batch.num_seqs, self.bounds.items, left or 0, self.short_rows, self.bounds.chunk,
-            self.num_splits, self.slots, config.min_chunk,
+            self.num_splits, self.device.processors, self.rate, config.min_chunk,
         )  # fmt: skip
         grid = (batch.num_seqs + 1, 1, 1)
         launch(launcher, grid, addresses, numbers, "schedule", tensors)
