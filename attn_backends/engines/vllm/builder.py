@@ -41,11 +41,12 @@ class Builder(AttentionMetadataBuilder[Step]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_size: int = kv_cache_spec.block_size
-        layers = vllm_config.compilation_config.static_forward_context
+        context = vllm_config.compilation_config.static_forward_context
         self.phases: dict[AttentionSpec, Phases] = {}
         self.context: dict[AttentionSpec, ContextParallel] = {}
-        for name in layers_of(layer_names, layers):
-            self._add(layers[name])
+        self.layers = layers_of(layer_names, context)
+        for layer in self.layers:
+            self._add(layer)
         self.exact = vllm_config.speculative_config is None
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=True
@@ -130,13 +131,34 @@ class Builder(AttentionMetadataBuilder[Step]):
         """Plan a step that is captured: its plans stay, and later steps of its size refill them."""
         self._capturing = True
         try:
-            return self.build(0, common_attn_metadata)
+            step = self.build(0, common_attn_metadata)
         finally:
             self._capturing = False
+        self._warm_up(step)
+        return step
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: one run over shared pages costs less than merging two."""
         return False
+
+    def _warm_up(self, step: Step) -> None:
+        """Run what a graph will hold once before, as no kernel can be compiled during a capture.
+
+        On zeros, and writing to no slot. Layers that would launch the same are run once.
+        """
+        rows, done = step.num_actual_tokens, set()
+        for layer in self.layers:
+            impl, cache = layer.impl, layer.kv_cache
+            kind = (impl.spec, impl.has_sinks, cache.stride(), cache.dtype)
+            if cache.numel() == 0 or kind in done:
+                continue
+            done.add(kind)
+            shape = (rows, impl.num_heads + impl.num_kv_heads, impl.head_size)
+            both = torch.zeros(shape, dtype=impl.spec.dtype, device=self.device)
+            q, k = both[:, : impl.num_heads], both[:, impl.num_heads :]
+            slots = torch.full((rows,), -1, dtype=torch.int64, device=self.device)
+            impl.do_kv_cache_update(layer, k, k, cache, slots)
+            impl.forward(layer, q, k, k, cache, step, torch.empty_like(q).contiguous())
 
     def _batches(self, requests: Requests, is_one: bool) -> list[tuple[bool, Requests, Any]]:
         """(is decode, requests, batch) in order of rows."""
@@ -185,9 +207,10 @@ class Builder(AttentionMetadataBuilder[Step]):
         return room
 
 
-def layers_of(names: Iterable[str], layers: dict[str, Any]) -> list[str]:
-    """Names of the layers that are ours; a group may hold others that share its blocks."""
-    return [name for name in names if isinstance(getattr(layers[name], "impl", None), Impl)]
+def layers_of(names: Iterable[str], layers: dict[str, Any]) -> list[Any]:
+    """The layers that are ours; a group may hold others that share its blocks."""
+    named = (layers[name] for name in names)
+    return [layer for layer in named if isinstance(getattr(layer, "impl", None), Impl)]
 
 
 def _describe(spec: AttentionSpec) -> str:

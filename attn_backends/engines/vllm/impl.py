@@ -86,6 +86,11 @@ class Impl(AttentionImpl[Step]):
             phases = choose(replace(self.spec, page_size=max(page, 16)), device)
             self.has_graphs = phases.has_graphs
 
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the layer has sinks, loaded or not."""
+        return self._given_sinks is not None
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks as float32, now that they are loaded."""
         if self._given_sinks is not None:

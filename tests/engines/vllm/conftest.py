@@ -65,6 +65,7 @@ class Layer:
 
     impl: Any
     head_size_v: int
+    kv_cache: torch.Tensor = field(default_factory=lambda: torch.tensor([]))
     _k_scale: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
     _v_scale: torch.Tensor = field(default_factory=lambda: torch.tensor(1.0))
 
@@ -132,6 +133,7 @@ class Engine:
         self.builder_class = builder.Builder
         self.generator = torch.Generator().manual_seed(7)
         self.cache = self._cache(layer.get("kv_cache_dtype", "auto"))
+        self.layer.kv_cache = self.cache
         self.requests: list[Request] = []
         self._free = list(range(1, BLOCKS))
         self._built: Any = None

@@ -1,0 +1,139 @@
+"""One vLLM engine in a process of its own, driven line by line: the worker of ``vllm_run``.
+
+Reads JSON commands from standard input and answers each with one line of JSON. Whatever vLLM
+prints goes to the log file. vLLM runs its core in this very process, so that a command is timed
+from call to result, without other processes between.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+#: Uniform weights of this half width have the spread that trained models start from.
+WEIGHT = 0.035
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def spread_dummy_weights() -> None:
+    """Let ``load_format=dummy`` make a model whose scores differ, instead of one near zero."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    plain = DummyModelLoader.load_weights
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        plain(self, model, model_config)
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight.data.fill_(1.0)
+            else:
+                weight.data.mul_(WEIGHT / 1e-3)
+
+    DummyModelLoader.load_weights = load_weights  # type: ignore[method-assign]
+
+
+def build(options: dict[str, Any]) -> Any:
+    """The engine, with prefix caching, chunked prefill and decode graphs."""
+    from vllm import LLM
+
+    dummy = options["dummy"]
+    if dummy:
+        spread_dummy_weights()
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": options["capture"]}
+    if not options["compile"]:
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return LLM(
+        model=options["model"],
+        skip_tokenizer_init=True,
+        load_format="dummy" if dummy else "auto",
+        dtype=options["dtype"],
+        seed=0,
+        max_model_len=options["max_model_len"],
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=options["kv_bytes"],
+        attention_backend=options["backend"],
+        compilation_config=graphs,
+    )
+
+
+def captured_steps() -> list[list[int]]:
+    """Requests, tokens and queries of the steps that our builders hold graphs for."""
+    if "attn_backends.engines.vllm.builder" not in sys.modules:
+        return []
+    from ..engines.vllm.builder import Builder
+
+    builders = [each for each in gc.get_objects() if isinstance(each, Builder)]
+    return sorted({key for each in builders for _, key in each._captured})
+
+
+def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Greedy tokens for every prompt; with ``logprobs`` the best of each step too."""
+    from vllm import SamplingParams
+
+    llm.reset_prefix_cache()
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=command["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=command.get("logprobs"),
+    )
+    prompts = [{"prompt_token_ids": ids} for ids in command["prompts"]]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    answer: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    answer["cached"] = sum(each.num_cached_tokens or 0 for each in outputs)
+    if command.get("tokens", True):
+        answer["tokens"] = [list(each.outputs[0].token_ids) for each in outputs]
+    if command.get("logprobs"):
+        answer["logprobs"] = [
+            [{str(t): x.logprob for t, x in step.items()} for step in each.outputs[0].logprobs]
+            for each in outputs
+        ]
+    return answer
+
+
+def main() -> int:
+    """Entry point: ``vllm_engine OPTIONS_JSON LOG``."""
+    options, log = json.loads(sys.argv[1]), Path(sys.argv[2])
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    with log.open("w") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    start = time.perf_counter()
+    llm = build(options)
+    import vllm
+
+    ready = {"ready": time.perf_counter() - start, "version": vllm.__version__}
+    answers.write(json.dumps(ready | {"captured": captured_steps()}) + "\n")
+    for line in sys.stdin:
+        command = json.loads(line)
+        answers.write(json.dumps(generate(llm, command)) + "\n")
+    # Skip the teardown of the engine: nothing is left to save.
+    answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
