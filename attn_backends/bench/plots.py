@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import InvalidInputError
 
 #: Benchmarks that move more than they compute are shown as bandwidth.
-_BANDWIDTH = ("decode", "mla", "merge", "cascade")
+_BANDWIDTH = ("decode", "mla", "merge", "merge-sweep", "cascade")
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#999999")
 _MARKERS = "osD^vPX*"
 Row = Mapping[str, Any]

@@ -37,7 +37,10 @@ def meta(module: str) -> dict[str, Any]:
 
 def meta_of(command: str, device: torch.device) -> dict[str, Any]:
     """Where the results of a command come from; ``device`` is the GPU's name, or ``cpu``."""
-    return {**provenance(command, device), "device": device_name(device)}
+    data = {**provenance(command, device), "device": device_name(device)}
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        data["interpreted"] = True  # times of Triton are those of its interpreter
+    return data
 
 
 def write(path: str | os.PathLike[str], data: Any) -> None:

@@ -72,6 +72,7 @@ def _shape(case: dict[str, Any]) -> str:
         return ", ".join([text, case["dtype"], *extra])
     text = f"{case['batch']} x {case['q_len']} over {case['kv_len']}"
     text += " ragged" if case.get("ragged") else ""
+    text += f", {case['prefix']} of them shared" if "prefix" in case else ""
     heads = f"{case['num_heads']}/{case['num_kv_heads']} heads, D {case['head_dim']}"
     page = case.get("page_size")
     return f"{text}, {heads}, {f'page {page}' if page else 'ragged keys'}"

@@ -7,6 +7,7 @@ written after every point, so an interrupted run is continued, not repeated.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidInputError
+from ..errors import AttnBackendsError, InvalidInputError
 from ..provenance import provenance
 from ..registry import TuningFile, TuningPoint, TuningRow, load_tuning, shape_bucket, write_tuning
 from ..registry.ranking import device_name
@@ -245,15 +246,22 @@ def _known(
 
 
 def measure_job(job: Job, names: Sequence[str], device: torch.device, rounds: int) -> TuningPoint:
-    """Measure the named backends at one point."""
+    """Measure the named backends at one point; what fails for all of them is kept as well."""
     case = job.case
     cuda = device.type == "cuda"
     modes = (GRAPH, EAGER) if cuda and job.phase == "decode" else (EAGER,)
+    found, against = Found(), {}
     try:
         x = Inputs(case, device=device)
         ways, against = backend_ways(x, names)
-        found = measure_case(x, ways, modes=modes, rounds=rounds, limit_s=2.0) if ways else Found()
+        if ways:
+            found = measure_case(x, ways, modes=modes, rounds=rounds, limit_s=2.0)
         del x, ways
+    except AttnBackendsError:  # a malformed question
+        raise
+    except Exception as error:  # out of memory, for example
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        against = {name: why for name in names} | against
     finally:
         release(device)
     refused = dict(against)
@@ -273,4 +281,24 @@ def measure_job(job: Job, names: Sequence[str], device: torch.device, rounds: in
     )  # fmt: skip
 
 
-__all__ = ["Job", "Outcome", "jobs_for", "measure_job", "tune"]
+def order_of(tuning: TuningFile, device: str, phase: str) -> list[str]:
+    """Backends by how near they come to each row's fastest, in the geometric mean.
+
+    Shipped rankings are made with it. A backend that cannot do what some rows hold is judged by the
+    others.
+
+    Args:
+        tuning: A file.
+        device: Whose rows.
+        phase: ``prefill`` or ``decode``.
+    """
+    logs: dict[str, list[float]] = {}
+    for row in tuning.rows:
+        if (row.device, row.phase) == (device, phase):
+            best = min(row.median_us.values())
+            for name, time_us in row.median_us.items():
+                logs.setdefault(name, []).append(math.log(time_us / best))
+    return sorted(logs, key=lambda name: sum(logs[name]) / len(logs[name]))
+
+
+__all__ = ["Job", "Outcome", "jobs_for", "measure_job", "order_of", "tune"]

@@ -15,9 +15,13 @@ from ..bench.plots import label_of, plot
 from ..bench.report import meta_of, write
 from ..bench.runner import Found, release
 from ..bench.wall_timer import one_thread
+from ..errors import AttnBackendsError
 from .bench_options import STDOUT, said
 from .bench_progress import progress_bar
 from .console import EXIT_BAD_ANSWER, MissingPackageError, print_json, stderr, stdout, table
+
+#: Stands for the backends of a point that could not be measured at all.
+EVERY = "every backend"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ def run_points(output: Output, points: Sequence[Any], measure: Callable[[Any], F
     """Measure points one after the other; write, print and draw what was found.
 
     The results file is written after every point, and the table is printed if the command is
-    interrupted too. Exit code 1 if an answer was wrong, or nothing could be measured.
+    interrupted too. A point that cannot be measured at all, for want of memory for example, is kept
+    with its error, and the next one is measured. Exit code 1 then, if an answer was wrong, or if
+    there is no row.
 
     Args:
         output: Where results go.
@@ -64,7 +70,7 @@ def run_points(output: Output, points: Sequence[Any], measure: Callable[[Any], F
         with one_thread(output.device), progress_bar(name, len(points)) as step:
             for point in points:
                 step(point.label)
-                found.add(_measured(measure, point))
+                found.add(_measured(measure, point, name))
                 release(output.device)
                 data |= {"rows": found.rows, "refused": found.refused}
                 if output.results not in (None, STDOUT):
@@ -78,14 +84,22 @@ def run_points(output: Output, points: Sequence[Any], measure: Callable[[Any], F
         print_json(data)
     if output.picture is not None:
         stderr().print(f"drawn: {plot(data, output.picture, own=own)}", soft_wrap=True)
-    if not found.rows or not all(row["right"] for row in found.rows):
+    failed = any(item["backend"] == EVERY for item in found.refused)
+    if failed or not found.rows or not all(row["right"] for row in found.rows):
         raise typer.Exit(EXIT_BAD_ANSWER)
 
 
-def _measured(measure: Callable[[Any], Found], point: Any) -> Found:
-    with warnings.catch_warnings():  # of libraries, about their own speed
-        warnings.simplefilter("ignore", UserWarning)
-        return measure(point)
+def _measured(measure: Callable[[Any], Found], point: Any, bench: str) -> Found:
+    try:
+        with warnings.catch_warnings():  # of libraries, about their own speed
+            warnings.simplefilter("ignore", UserWarning)
+            return measure(point)
+    except AttnBackendsError:  # a malformed question
+        raise
+    except Exception as error:
+        reason = f"{point.label}: {type(error).__name__}: {str(error)[:300]}"
+        case = {"label": point.label}
+        return Found(refused=[{"bench": bench, "case": case, "backend": EVERY, "reason": reason}])
 
 
 def _own(rows: Sequence[dict[str, Any]]) -> str:
@@ -131,7 +145,7 @@ def _line(row: dict[str, Any], base_us: float | None) -> list[str]:
     share = of("roofline_pct", ".0f")
     return [
         *name, of("median_us", ".2f"), f"{row['p25_us']:.2f} to {row['p75_us']:.2f}",
-        of("gbps", ".1f"), of("tflops", ".3g"), f"{share} %" if share else "",
+        of("gbps", ".4g"), of("tflops", ".3g"), f"{share} %" if share else "",
         f"{row['median_us'] / base_us:.2f}" if base_us else "", of("max_err", ".1e"),
     ]  # fmt: skip
 

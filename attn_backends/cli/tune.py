@@ -11,7 +11,7 @@ import typer
 
 from ..bench.backend_ways import parse
 from ..bench.presets import preset as find_preset
-from ..bench.tune import Job, Outcome, jobs_for, tune
+from ..bench.tune import Job, Outcome, jobs_for, order_of, tune
 from ..environment import PREFIX
 from .bench_options import (
     DEFAULT,
@@ -99,6 +99,9 @@ def _show(outcome: Outcome, path: Path) -> None:
     head = ["device", "phase", "bucket", "points", "fastest first, us (geometric mean)"]
     out = stdout()
     out.print(table("", head, rows))
+    for device, phase in dict.fromkeys((r.device, r.phase) for r in outcome.tuning.rows):
+        order = ", ".join(order_of(outcome.tuning, device, phase))
+        out.print(f"{phase} on {device}, over all rows: {order}", soft_wrap=True)
     text = f"{outcome.measured} points measured in {outcome.seconds:.0f} s, {outcome.known} known"
     if outcome.left:
         text += f", {outcome.left} left out by the budget: the same command goes on"

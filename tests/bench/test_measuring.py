@@ -216,3 +216,75 @@ def test_a_capacity_just_holds_its_batch() -> None:
     capacity = capacity_of(x.batch)
     assert (capacity.num_seqs, capacity.total_q, capacity.max_seqlen_k) == (2, 2, 33)
     assert capacity.max_pages == 3
+
+
+# --- CUDA graphs, without a GPU: what is captured, and what happens if that fails ----------------
+
+
+def _graphs(monkeypatch: pytest.MonkeyPatch, broken: set[int]) -> list[str]:
+    """Capture by calling once; calls that return a number in ``broken`` cannot be captured."""
+    captured: list[str] = []
+
+    def capture(variant: Variant, copies: int) -> None:
+        if variant.call(0) in broken:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        captured.append(variant.name)
+        variant.graph = object()  # type: ignore[assignment]
+
+    def measure(variants: list[Variant], rounds: int, limit_s: float | None) -> dict:
+        assert all(v.graph is not None for v in variants)
+        return {v.name: Times.of([float(v.call(0))]) for v in variants}  # type: ignore[arg-type]
+
+    monkeypatch.setattr("attn_backends.bench.runner.capture", capture)
+    monkeypatch.setattr("attn_backends.bench.runner.measure", measure)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
+    return captured
+
+
+def _right(call: Callable) -> Checked:
+    return Checked(0.0, 1.0, call(0) < 100)
+
+
+def test_graphs_are_tried_as_planned_then_with_a_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = _graphs(monkeypatch, broken={1, 2, 3})
+    point = Point("b", {}, "l", 1, 1, "bf16", 1, CPU)
+
+    def way(first: int, later: int | None = None, why: str = "") -> Way:
+        other = None if later is None else (lambda: lambda i: later)
+        return Way(lambda: lambda i: first, other, no_graph=why)
+
+    ways = {
+        "plain": way(10),
+        "capacity": way(1, 20),
+        "never": way(2),
+        "both fail": way(2, 3),
+        "wrong later": way(2, 200),
+        "undeclared": way(30, why="it does not declare cuda_graph"),
+    }
+    found = measure_point(point, ways, _right, modes=("graph_cold",), rounds=1)
+    assert captured == ["plain", "capacity"]
+    assert {r["backend"]: r["median_us"] for r in found.rows} == {"plain": 10.0, "capacity": 20.0}
+    reasons = {item["backend"]: item["reason"] for item in found.refused}
+    assert set(reasons) == set(ways) - {"plain", "capacity"}
+    assert all(item["mode"] == "graph_cold" for item in found.refused)
+    assert "capturing" in reasons["never"] and "the answer is wrong" in reasons["wrong later"]
+    assert "declare" in reasons["undeclared"]
+
+
+def test_what_cannot_be_captured_still_has_its_eager_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _graphs(monkeypatch, broken={1})
+    point = Point("b", {}, "l", 1, 1, "bf16", 1, CPU)
+    ways = {"x": Way(lambda: lambda i: 1)}
+    found = measure_point(point, ways, _right, modes=("graph_cold", EAGER), rounds=1)
+    assert [row["mode"] for row in found.rows] == [EAGER]
+    assert [item["mode"] for item in found.refused] == ["graph_cold"]
+
+
+def test_only_declared_backends_are_captured() -> None:
+    x = Inputs(SMALL, device=CPU)
+    assert "cuda_graph" in backend_ways(x, ["torch_native"])[0]["torch_native"].no_graph
+    spec = SMALL.spec
+    from attn_backends.bench.backend_ways import no_graph
+    from attn_backends.triton_native.backend import TritonBackend
+
+    assert no_graph(TritonBackend(spec)) == ""

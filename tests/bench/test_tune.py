@@ -245,3 +245,35 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ab.InvalidInputError, match="tuning_file"):
         write_tuning(tmp_path / "file" / "t.json", TuningFile(rows=[]))
+
+
+def test_the_order_of_a_phase_is_by_distance_from_the_fastest() -> None:
+    rows = [
+        TuningRow(device=device, phase=phase, bucket=bucket, median_us=times)
+        for device, phase, bucket, times in (
+            ("cpu", "decode", "x", {"a": 1.0, "b": 2.0, "c": 1.1}),
+            ("cpu", "decode", "y", {"a": 900.0, "b": 100.0}),
+            ("cpu", "prefill", "x", {"z": 1.0}),
+            ("gpu", "decode", "x", {"y": 1.0}),
+        )
+    ]
+    assert module.order_of(TuningFile(rows=rows), "cpu", "decode") == ["c", "b", "a"]
+
+
+def test_a_point_that_fails_for_all_is_kept_and_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = module.measure_case
+
+    def measure(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.case.kv_len == 8:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(x, *args, **kwargs)
+
+    monkeypatch.setattr(module, "measure_case", measure)
+    path, jobs = tmp_path / "t.json", _jobs(phases=("decode",))
+    outcome = tune(path, jobs, CPU, backends=["torch_native"], rounds=1)
+    assert outcome.measured == len(jobs)
+    for row in outcome.tuning.rows:
+        assert {p.kv_len: bool(p.median_us) for p in row.points} == {8: False, 16: True}
+        assert "out of memory" in row.points[0].refused["torch_native"]

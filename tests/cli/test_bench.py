@@ -307,3 +307,44 @@ def test_the_commands_of_the_page_run(
             continue  # standard points, which take a GPU
         answer = cli(*words)
         assert answer.code == 0, f"{line}\n{answer.stdout}{answer.stderr}"
+
+
+# --- progress -----------------------------------------------------------------------------------
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    from rich.console import Console
+
+    from attn_backends.cli import bench_progress
+
+    for terminal in (True, False):
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=terminal, width=100)
+        monkeypatch.setattr(bench_progress, "stderr", lambda console=console: console)
+        with bench_progress.progress_bar("decode", 2) as step:
+            step("1x64")
+            step(None)
+        assert ("decode 1x64" in file.getvalue()) is terminal
+        assert ("1/2" in file.getvalue()) is terminal
+
+
+def test_a_point_that_cannot_be_measured_does_not_end_the_others(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attn_backends.cli import bench_attention
+
+    real = bench_attention.measure_case
+
+    def measure(x: object, *args: object, **kwargs: object) -> object:
+        if x.case.kv_len == 8:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(x, *args, **kwargs)
+
+    monkeypatch.setattr(bench_attention, "measure_case", measure)
+    answer = cli("bench", "decode", *NATIVE, "--length", "8", "--length", "16", "--json")
+    assert answer.code == 1
+    assert [row["case"]["kv_len"] for row in answer.json["rows"]] == [16]
+    [item] = answer.json["refused"]
+    assert item["backend"] == "every backend" and "out of memory" in item["reason"]
