@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.9' || echo 'torch==2.13.0 triton==3.9.0')
 CONSTRAINTS ?= tests/constraints.txt
 JOBS ?= 2
+# The moment of the last commit: a wheel then depends on its sources alone.
+SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+export SOURCE_DATE_EPOCH
 
 .PHONY: demo test lint docs wheel clean
 
@@ -35,7 +38,7 @@ docs: $(VENV)/.installed
 	$(BIN)/python -m sphinx -E -W --keep-going -q docs build/docs
 
 wheel: $(VENV)/.installed
-	$(BIN)/python -m build --wheel
+	umask 022 && $(BIN)/python -m build --wheel
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

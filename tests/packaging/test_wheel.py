@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,45 +10,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-TREES = ("attn_backends", "registry", "adapters")
-BUILD = """
-import sys
-from setuptools import build_meta
-build_meta.build_wheel(sys.argv[1])
-"""
-
-
-def sources() -> list[Path]:
-    files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", *TREES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    return [Path(f) for f in files if not (ROOT / f).is_symlink() and (ROOT / f).exists()]
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("setuptools", minversion="77")
-    work = tmp_path_factory.mktemp("wheel")
-    tree, out = work / "tree", work / "out"
-    out.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", *map(str, sources())):
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, tree / name)
-    for name in ("registry", "adapters"):
-        (tree / "attn_backends" / name).symlink_to(Path("..") / name)
-    subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=tree, check=True, timeout=300)
-    (built,) = out.glob("*.whl")
-    return built
-
-
-def installed_name(source: Path) -> str:
-    top = source.parts[0]
-    return str(source) if top == "attn_backends" else str(Path("attn_backends") / source)
+sys.path.insert(0, str(Path(__file__).parent))
+from building import EPOCH, ROOT, build, installed_name, sources
 
 
 def test_wheel_holds_every_source_file_exactly_once(wheel: Path) -> None:
@@ -93,3 +55,20 @@ def test_bare_import_of_a_root_folder_names_the_right_import(name: str) -> None:
     )
     assert done.returncode != 0
     assert f"attn_backends.{name}" in done.stderr
+
+
+def test_a_wheel_depends_on_its_sources_alone(wheel: Path, tmp_path: Path) -> None:
+    """Built at another place and time, it is the same file bit by bit."""
+    again = build(tmp_path / "elsewhere", EPOCH)
+    assert again.name == wheel.name
+    first, second = (zipfile.ZipFile(path) for path in (wheel, again))
+    for one, other in zip(first.infolist(), second.infolist(), strict=True):
+        where = (one.filename, one.date_time, oct(one.external_attr), one.CRC)
+        assert where == (other.filename, other.date_time, oct(other.external_attr), other.CRC)
+    assert again.read_bytes() == wheel.read_bytes()
+
+
+def test_make_builds_the_wheel_of_the_last_commit() -> None:
+    text = (ROOT / "Makefile").read_text()
+    assert "export SOURCE_DATE_EPOCH" in text and "git log -1 --format=%ct" in text
+    assert "umask 022 && $(BIN)/python -m build --wheel" in text

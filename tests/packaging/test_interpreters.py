@@ -1,0 +1,64 @@
+"""The wheel installs on every Python it promises."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreters import MINORS, fresh, interpreter, run
+
+#: What can be imported with nothing but Python.
+BARE = ("attn_backends", "attn_backends.version", "attn_backends.errors",
+        "attn_backends.environment", "attn_backends.counters")  # fmt: skip
+WITHOUT_TORCH = f"""
+import compileall, importlib, importlib.metadata as metadata, json, pathlib, sys
+for name in {BARE}:
+    importlib.import_module(name)
+import attn_backends
+folder = pathlib.Path(attn_backends.__file__).parent
+ours = metadata.distribution("attn-backends")
+print(json.dumps({{
+    "python": list(sys.version_info[:2]),
+    "inside": str(folder).startswith(sys.prefix),
+    "compiled": compileall.compile_dir(folder, quiet=1, workers=1, optimize=0),
+    "versions": [attn_backends.__version__, ours.version],
+    "scripts": [e.name for e in ours.entry_points if e.group == "console_scripts"],
+    "extras": sorted(ours.metadata.get_all("Provides-Extra")),
+    "requires": ours.requires,
+    "typed": (folder / "py.typed").exists() and (folder / "merge" / "merge.cu").exists(),
+    "error": str(attn_backends.InvalidInputError.of("x", 1, "2")),
+}}))
+"""
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_wheel_installs_compiles_and_imports_its_torch_free_parts(
+    wheel: Path, tmp_path: Path, minor: int
+) -> None:
+    """No torch here: interpreters other than the tests' own have none to try."""
+    python = interpreter(minor)
+    if python is None:
+        pytest.skip(f"this machine has no Python 3.{minor}")
+    inside = fresh(tmp_path / "venv", python, wheel)
+    found = json.loads(run(inside, "-W", "error", "-c", WITHOUT_TORCH, cwd=tmp_path))
+    assert found["python"] == [3, minor] and found["inside"]
+    assert found["compiled"], "some module does not compile, or warns"
+    assert found["versions"][0] == found["versions"][1]
+    assert found["scripts"] == ["attn-backends"] and found["typed"]
+    assert {"all", "cli", "cuda", "flash-attn", "flashinfer", "transformers"} <= set(
+        found["extras"]
+    )
+    plain = {r.partition(" ")[0].partition(">")[0] for r in found["requires"] if "extra" not in r}
+    assert {"torch", "pydantic", "pyyaml"} <= plain
+    assert found["error"] == "x=1 (allowed: 2)"
+
+
+def test_promised_interpreters_are_those_that_are_tried() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert f'requires-python = ">=3.{MINORS[0]}"' in text
+    for minor in MINORS:
+        assert f'"Programming Language :: Python :: 3.{minor}"' in text
