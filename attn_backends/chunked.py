@@ -70,6 +70,9 @@ class Chunk:
 
         Args:
             x: A cache ``[num_pages, page_size, HK, D]``, or ragged rows ``[Tk, HK, D]``.
+
+        Returns:
+            A copy, or a view where the rows lie together.
         """
         if self.pages is None:
             parts = [x[rows] for rows in self.rows]
@@ -129,9 +132,9 @@ class ChunkedPlan:
                 ``(k [n, ...], v [n, ...] or None)``, returns ``(k [n, HK, D], v [n, HK, DV])``.
                 Only with ``gather``.
             sinks: ``[H]`` float32, merged once at the end.
-            k_scale: For fp8 keys.
+            k_scale: For fp8 keys, as in ``AttentionBackend.run``.
             v_scale: The same for values.
-            out: ``(o, lse)`` to write into.
+            out: ``(o [T, H, DV], lse [T, H])`` to write into.
 
         Returns:
             The state over all keys, ``o [T, H, DV]`` and ``lse [T, H]``.
@@ -173,6 +176,13 @@ class ChunkedPlan:
 
 def chunk_size_for(spec: AttentionSpec, workspace_bytes: int) -> int:
     """The most keys whose keys and values fit into a workspace, whole pages if at all possible.
+
+    Args:
+        spec: What the layer fixes.
+        workspace_bytes: Bytes for keys and values.
+
+    Returns:
+        A ``chunk_size``.
 
     Raises:
         InvalidInputError: Not even one key fits.
@@ -285,13 +295,13 @@ def chunked_attention(
         sm_scale: Factor on ``q . k``; None is ``1 / sqrt(D)``.
         head_dim_v: DV, if ``v`` is None.
         sinks: ``[H]`` float32, merged once at the end.
-        k_scale: For fp8 keys.
-        v_scale: For fp8 values.
+        k_scale: For fp8 keys, as in ``AttentionBackend.run``.
+        v_scale: The same for values.
         chunk_size: Most keys at hand at once.
         workspace_bytes: The same in bytes.
         backend: A name, a backend, or None.
         gather: Copy keys into a workspace, or not; None goes by need.
-        out: ``(o, lse)`` to write into.
+        out: ``(o [T, H, DV], lse [T, H])`` to write into.
 
     Returns:
         The state over all keys, ``o [T, H, DV]`` and ``lse [T, H]``.

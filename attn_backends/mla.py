@@ -84,6 +84,9 @@ class MLAProjection:
             page_size: Tokens per page of the latent cache; None is ragged.
             sm_scale: Factor on scores; None is ``1 / sqrt(N + P)``, of the query before absorption.
             more: Further fields of ``AttentionSpec``.
+
+        Returns:
+            A spec of R + P = 576 and R = 512 lanes in DeepSeek's models.
         """
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -104,6 +107,9 @@ class MLAProjection:
             page_size: Tokens per page of the latent cache, for ``plan_chunked``; None is ragged.
             sm_scale: As in ``absorbed_spec``.
             more: Further fields of ``AttentionSpec``.
+
+        Returns:
+            A spec of N + P = 192 and DV = 128 lanes in DeepSeek's models.
         """
         return AttentionSpec(
             num_heads=self.num_heads,
@@ -123,6 +129,9 @@ class MLAProjection:
 
         Returns:
             ``[T, H, R + P]``.
+
+        Raises:
+            InvalidInputError: ``q`` has another shape.
         """
         want = (self.num_heads, self.query_dim)
         if q.dim() != 3 or q.shape[1:] != want:
@@ -135,7 +144,10 @@ class MLAProjection:
         """The state over latents as a state over values: ``o [T, H, R]`` to ``[T, H, DV]``.
 
         Args:
-            state: What a backend gave for absorbed queries. Its LSE stays as it is.
+            state: What a backend gave for absorbed queries.
+
+        Returns:
+            ``o [T, H, DV]``, and the LSE as it was.
         """
         o = torch.einsum("thr,hrv->thv", state.o, self.w_uv)
         return AttentionOutput(o, state.lse)
@@ -147,10 +159,13 @@ class MLAProjection:
 
         Args:
             latents: ``[n, 1, R + P]``, as stored.
-            values: None: they are made from the latents.
+            values: None, where other caches hold ``[n, HK, DV]``: they are made from the latents.
 
         Returns:
             ``k [n, H, N + P]`` and ``v [n, H, DV]``.
+
+        Raises:
+            InvalidInputError: The latents have another shape or dtype, or values were given.
         """
         width = self.rank + self.rope_dim
         if values is not None:

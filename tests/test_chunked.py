@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -296,6 +297,22 @@ def test_batch_mates_move_no_bit_where_the_backend_is_invariant(backend: str) ->
     together = run(q, k, v, q_lens, kv_lens)
     alone = run(q[2:5], k[5:24], v[5:24], q_lens[1:2], kv_lens[1:2])
     assert torch.equal(together.o[2:5], alone.o) and torch.equal(together.lse[2:5], alone.lse)
+
+
+@pytest.mark.parametrize("cuts", [[0, 7, 16, 17, 32, 40], [0, 15, 31, 40]])
+def test_how_a_prompt_came_in_moves_no_bit_of_the_invariant_triton_backend(cuts) -> None:
+    """Chunks are cut at positions of the sequence, whichever tokens a step computes."""
+    spec = spec_of(batch_invariant=True, head_dim_v=16)
+    q, k, v = ragged(spec, [40], [40])
+
+    def step(start: int, stop: int) -> ab.AttentionOutput:
+        batch = ab.Batch.from_lengths([stop - start], [stop])
+        plan = plan_chunked(spec, batch, chunk_size=16, backend="triton")
+        return plan.run(q[start:stop], k[:stop], v[:stop])
+
+    whole, parts = step(0, 40), [step(a, z) for a, z in pairwise(cuts)]
+    assert torch.equal(torch.cat([p.o for p in parts]), whole.o)
+    assert torch.equal(torch.cat([p.lse for p in parts]), whole.lse)
 
 
 def test_a_plan_serves_every_layer_with_the_same_bits() -> None:

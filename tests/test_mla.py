@@ -172,22 +172,23 @@ def test_scale_is_that_of_the_query_before_absorption() -> None:
     assert scaled.scale == 0.2 and scaled.dtype == torch.float64
 
 
-def test_absorbed_and_expanded_bits_do_not_depend_on_batch_mates() -> None:
+def test_absorbed_attention_bits_do_not_depend_on_batch_mates() -> None:
+    """Of the attention; the projections before and after are matrix products of torch."""
     x = layer([1, 2], [20, 9], torch.float32)
-    table = x.batch.host_page_table
-    alone = replace(x, q=x.q[1:], batch=ab.Batch.from_lengths([2], [9], page_table=table[1:]))
-    for one, both in (
-        (attend(alone), attend(x)),
-        (expanded(alone, "torch_native", 8), expanded(x, "torch_native", 8)),
-    ):
-        assert torch.equal(one.o, both.o[1:]) and torch.equal(one.lse, both.lse[1:])
-
-
-def attend(x: Layer) -> ab.AttentionOutput:
-    """The state over latents, before the projection."""
+    q, table = x.mla.absorb(x.q), x.batch.host_page_table
     spec = x.mla.absorbed_spec(page_size=PAGE)
     backend = ab.select(spec, backend="torch_native").backend
-    return backend.run(x.mla.absorb(x.q), x.cache, None, backend.plan(x.batch))
+    alone = ab.Batch.from_lengths([2], [9], page_table=table[1:])
+    one = backend.run(q[1:], x.cache, None, backend.plan(alone))
+    both = backend.run(q, x.cache, None, backend.plan(x.batch))
+    assert torch.equal(one.o, both.o[1:]) and torch.equal(one.lse, both.lse[1:])
+
+
+def test_each_form_twice_gives_the_same_bits() -> None:
+    x = layer(*MIXED, torch.bfloat16)
+    for form in (lambda: absorbed(x, "torch_native"), lambda: expanded(x, "torch_native", 16)):
+        one, two = form(), form()
+        assert torch.equal(one.o, two.o) and torch.equal(one.lse, two.lse)
 
 
 def test_malformed_projections_are_refused_by_name() -> None:

@@ -39,12 +39,26 @@ class Link:
             raise InvalidInputError.of("link", self, "latency_us >= 0 and gbps > 0")
 
     def time_us(self, size: float) -> float:
-        """Microseconds of one hop of ``size`` bytes."""
+        """Microseconds of one hop.
+
+        Args:
+            size: Bytes.
+
+        Returns:
+            Latency and transfer together.
+        """
         return self.latency_us + size / self.gbps * 1e-3
 
     @classmethod
     def fit(cls, small: tuple[float, float], large: tuple[float, float]) -> Link:
-        """The link that explains two measured exchanges, each ``(bytes, microseconds)``.
+        """The link that explains two measured exchanges.
+
+        Args:
+            small: ``(bytes, microseconds)`` of one.
+            large: The same of a larger one.
+
+        Returns:
+            The link on which both take what they took.
 
         Raises:
             InvalidInputError: The larger one is not larger, or did not take longer.
@@ -75,11 +89,28 @@ class Pieces:
     gpus_per_node: int = 8
 
     def link(self, gpus: int) -> Link:
-        """The slowest hop between so many GPUs."""
+        """The slowest hop of a ring.
+
+        Args:
+            gpus: How many GPUs it has.
+
+        Returns:
+            The link of that hop.
+        """
         return self.node if gpus <= self.gpus_per_node else self.network
 
     def compute(self, gpus: int) -> float:
-        """Microseconds of compute on each of so many GPUs."""
+        """Microseconds of compute on each GPU.
+
+        Args:
+            gpus: Among how many.
+
+        Returns:
+            What was measured.
+
+        Raises:
+            InvalidInputError: It was not measured for so many.
+        """
         if gpus not in self.compute_us:
             measured = ", ".join(map(str, sorted(self.compute_us)))
             raise InvalidInputError.of("gpus", gpus, f"{measured}, which were measured")
@@ -106,7 +137,15 @@ class Cost:
 
 
 def ring_cost(pieces: Pieces, gpus: int) -> Cost:
-    """Ring attention of one layer; ``exchange_bytes`` are the keys and values of all ranks."""
+    """Ring attention of one layer.
+
+    Args:
+        pieces: ``exchange_bytes`` are the keys and values of all ranks.
+        gpus: How many GPUs.
+
+    Returns:
+        What it takes.
+    """
     compute = pieces.compute(gpus)
     if gpus == 1:
         return Cost(1, compute, compute, 0.0, 1.0)
@@ -117,7 +156,15 @@ def ring_cost(pieces: Pieces, gpus: int) -> Cost:
 
 
 def decode_cost(pieces: Pieces, gpus: int) -> Cost:
-    """A decode step of one layer; ``exchange_bytes`` are those of one rank's state."""
+    """A decode step of one layer.
+
+    Args:
+        pieces: ``exchange_bytes`` are those of one rank's state.
+        gpus: How many GPUs.
+
+    Returns:
+        What it takes.
+    """
     compute = pieces.compute(gpus)
     exposed = (gpus - 1) * pieces.link(gpus).time_us(pieces.exchange_bytes) if gpus > 1 else 0.0
     time = compute + exposed

@@ -66,7 +66,11 @@ class ShardedDecodePlan:
         return heads_of(self.group.rank, self.group.size, heads)
 
     def update(self, batch: Batch) -> None:
-        """Refill the plan's fixed buffers before a graph replay; see ``Plan.update``."""
+        """Refill the plan's fixed buffers before a graph replay; see ``Plan.update``.
+
+        Args:
+            batch: The next step's batch of this rank.
+        """
         _check_queries(self.causal, batch)
         self.plan.update(batch)
 
@@ -87,7 +91,7 @@ class ShardedDecodePlan:
             k: This rank's keys, ragged or a cache, as its batch says.
             v: The same with width DV; None takes the first DV lanes of ``k`` (MLA).
             sinks: ``[H]`` float32, merged once, after all keys.
-            k_scale: For fp8 keys of this rank.
+            k_scale: For fp8 keys of this rank, as in ``AttentionBackend.run``.
             v_scale: The same for values.
 
         Returns:
@@ -100,11 +104,28 @@ class ShardedDecodePlan:
     def local(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, **extras: Any
     ) -> AttentionOutput:
-        """The state over this rank's keys alone, ``o [T, H, DV]`` and ``lse [T, H]``."""
+        """The state over this rank's keys alone.
+
+        Args:
+            q: As in ``run``.
+            k: As in ``run``.
+            v: As in ``run``.
+            extras: Optional inputs of ``AttentionBackend.run``.
+
+        Returns:
+            ``o [T, H, DV]`` and ``lse [T, H]``, all heads.
+        """
         return self.backend.run(q, k, v, self.plan, **extras)
 
     def combine(self, local: AttentionOutput) -> AttentionOutput:
-        """Merge the states that ``local`` gave on each rank, as ``run`` does."""
+        """Merge the states that ``local`` gave on each rank, as ``run`` does.
+
+        Args:
+            local: This rank's state, ``o [T, H, DV]`` and ``lse [T, H]``.
+
+        Returns:
+            The state over all keys, of the heads ``heads``.
+        """
         return exchange(local, self.group, self._how(local), self.replicate)
 
     def _how(self, local: AttentionOutput) -> str:

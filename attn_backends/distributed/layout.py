@@ -30,12 +30,30 @@ class Interleaved:
             raise InvalidInputError.of("block", repr(self.block), "an int >= 1")
 
     def count(self, keys: int, rank: int, world: int) -> int:
-        """How many of a sequence's first ``keys`` keys a rank holds."""
+        """How many of a sequence's first keys a rank holds.
+
+        Args:
+            keys: How many of the sequence's keys are counted.
+            rank: Which rank.
+            world: Number of ranks.
+
+        Returns:
+            Their number on the rank.
+        """
         rounds, rest = divmod(max(keys, 0), self.block * world)
         return rounds * self.block + min(max(rest - rank * self.block, 0), self.block)
 
     def positions(self, keys: int, rank: int, world: int) -> torch.Tensor:
-        """``[n]`` int64: which of the first ``keys`` keys they are, in the order they lie in."""
+        """Which of a sequence's first keys a rank holds.
+
+        Args:
+            keys: How many of the sequence's keys are counted.
+            rank: Which rank.
+            world: Number of ranks.
+
+        Returns:
+            ``[n]`` int64 positions, in the order they lie in.
+        """
         position = torch.arange(keys)
         return position[position // self.block % world == rank]
 

@@ -41,7 +41,14 @@ class RingPlan:
         self.steps = tuple(map(tuple, steps))
 
     def origin(self, step: int) -> int:
-        """The rank whose keys are here at a step."""
+        """The rank whose keys are here at a step.
+
+        Args:
+            step: From 0, where they are this rank's own.
+
+        Returns:
+            A rank of the group.
+        """
         return (self.group.rank - step) % self.group.size
 
     def run(
@@ -64,7 +71,7 @@ class RingPlan:
             sinks: ``[H]`` float32, merged once at the end.
             k_scale: For fp8 keys, the same on every rank.
             v_scale: The same for values.
-            out: ``(o, lse)`` to write into.
+            out: ``(o [T_r, H, DV], lse [T_r, H])`` to write into.
 
         Returns:
             The state of the rank's queries over all keys, ``o [T_r, H, DV]``, ``lse [T_r, H]``.
@@ -88,7 +95,12 @@ class RingPlan:
         return state.finish(sinks, out)
 
     def exchange_only(self, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Send keys around as ``run`` does, without attention: what communication costs alone."""
+        """Send keys around as ``run`` does, without attention: what communication costs alone.
+
+        Args:
+            k: ``[Tk_r, HK, D]``, as in ``run``.
+            v: The same with width DV, or None.
+        """
         held = _travelling(k, v)
         arriving = _Buffers(held, self._most_keys())
         for step in range(len(self.steps)):
@@ -105,6 +117,9 @@ class RingPlan:
             q: As in ``run``.
             k: Any ``[n, HK, D]`` with at least as many rows as the largest shard.
             v: As ``k``, with width DV.
+
+        Returns:
+            A state of the right shape over the wrong keys.
         """
         state = RunningState(self.spec, q.shape[0], q.device)
         for calls in self.steps:

@@ -49,20 +49,48 @@ class Shards:
         return len(self.queries)
 
     def num_queries(self, rank: int) -> int:
-        """Query rows of a rank."""
+        """Query rows of a rank.
+
+        Args:
+            rank: Which one.
+
+        Returns:
+            Their number, T_r.
+        """
         return sum(map(length, self.queries[rank]))
 
     def num_keys(self, rank: int) -> int:
-        """Key rows of a rank."""
+        """Key rows of a rank.
+
+        Args:
+            rank: Which one.
+
+        Returns:
+            Their number, Tk_r.
+        """
         return sum(map(length, self.keys[rank]))
 
     def query_rows(self, rank: int) -> torch.Tensor:
-        """``[T_r]`` int64: rows of the whole ``q [T, H, D]`` that a rank holds, in its order."""
+        """The rows of the whole ``q [T, H, D]`` that a rank holds.
+
+        Args:
+            rank: Which one.
+
+        Returns:
+            ``[T_r]`` int64, in the rank's order.
+        """
         firsts = [kv - q for q, kv in zip(self.q_lens, self.kv_lens)]
         return _rows(self.queries[rank], self.q_lens, firsts)
 
     def key_rows(self, rank: int) -> torch.Tensor:
-        """``[Tk_r]`` int64: rows of the whole ragged ``k [Tk, HK, D]`` that a rank holds."""
+        """The rows of the whole ragged ``k [Tk, HK, D]`` that a rank holds.
+
+        Args:
+            rank: Which one.
+
+        Returns:
+            ``[Tk_r]`` int64, in the rank's order.
+        """
         return _rows(self.keys[rank], self.kv_lens, [0] * len(self.kv_lens))
 
     def gather_queries(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -73,6 +101,9 @@ class Shards:
 
         Returns:
             ``[T, ...]``, as if one rank had computed it.
+
+        Raises:
+            InvalidInputError: A part has not the rows of its rank.
         """
         if len(parts) != self.world:
             raise InvalidInputError.of("parts", f"{len(parts)} tensors", f"{self.world}, the ranks")

@@ -65,7 +65,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [pytest.param(n, marks=pytest.mark.xdist_group(f"gloo-{n}")) for n in (2, 3, 4)]
+)
 def test_promise_holds_on_every_rank(world: int, name: str, folder: str) -> None:
     wrong = results(world, folder)[name]
     assert not wrong, wrong

@@ -224,6 +224,20 @@ def check_ring_twice_gives_the_same_bits(r: Rank) -> None:
     assert torch.equal(first.o, again.o) and torch.equal(first.lse, again.lse)
 
 
+def check_batch_mates_of_a_ring_move_no_bit(r: Rank) -> None:
+    spec, q_lens = spec_of(batch_invariant=True), [31, 6]
+    q, k, v = inputs(spec, q_lens, q_lens)
+    states = []
+    for lens in ([31, 6], [31]):
+        shards = zigzag_shards(lens, r.world)
+        rows = shards.query_rows(r.rank)
+        plan = plan_ring(spec, shards, r.mesh, backend="torch_native", device="cpu")
+        states.append(plan.run(q[rows], k[rows], v[rows]))
+    both, alone = states
+    rows = alone.o.shape[0]
+    assert torch.equal(both.o[:rows], alone.o) and torch.equal(both.lse[:rows], alone.lse)
+
+
 def check_ring_bits_are_those_of_merging_rank_by_rank(r: Rank) -> None:
     """The same merges without any transport: own keys first, then each previous rank's."""
     spec, q_lens = spec_of(), [31, 6]
