@@ -158,7 +158,7 @@ PEER_NAMES = {
 
 def peers(x: Inputs) -> dict[str, Callable[[], Call]]:
     """Constructors of the peers that a case can be put to, by result name."""
-    bench = x.case.bench
+    bench = "mla" if x.share else x.case.bench
     if bench == "mla":
         known: dict[str, Callable[[], Call]] = {
             "fa3": lambda: fa3(x),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attn_backends import InvalidInputError
-from attn_backends.bench.attention_cases import cases, points, shape_of
-from attn_backends.bench.attention_peers import PEER_NAMES
+from attn_backends.bench.attention_cases import Inputs, cases, points, shape_of
+from attn_backends.bench.attention_peers import PEER_NAMES, peers
 from attn_backends.bench.merge import standard_cases
 from attn_backends.bench.presets import SHORT, preset
 from attn_backends.bench.report import command_line
@@ -103,6 +103,12 @@ def test_merge_points_of_a_cpu_have_both_kinds() -> None:
 
 def test_peers_are_named_for_every_benchmark() -> None:
     assert set(PEER_NAMES) == {"prefill", "extend", "decode", "mla"}
+    for bench in PEER_NAMES:
+        model = preset("deepseek" if bench == "mla" else "llama3-8b")
+        case = points(bench, shape_of(bench, model), CPU)[0]
+        assert tuple(peers(Inputs(case, device=CPU))) == PEER_NAMES[bench]
+    mla = points("decode", shape_of("decode", preset("deepseek")), CPU)[0]
+    assert tuple(peers(Inputs(mla, device=CPU))) == PEER_NAMES["mla"]
 
 
 def test_commands_name_no_absolute_folder() -> None:

@@ -65,12 +65,13 @@ def test_host_measures_select_and_plan_and_says_why_not_run(cli: Cli) -> None:
     assert any("run on a CPU" in item["reason"] for item in answer["refused"])
 
 
-@pytest.mark.parametrize("preset", [name for name in SHORT if name != "deepseek"])
+@pytest.mark.parametrize("preset", list(SHORT))
 def test_a_preset_decides_the_shapes(cli: Cli, preset: str) -> None:
     options = ["--preset", preset, "--length", "8", "--json"]
     [row] = cli("bench", "decode", *NATIVE, *options).json["rows"]
     known = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "qwen": (28, 4, 128)}
-    want = known.get(preset, (16, 8, 256))
+    known |= {"gemma": (16, 8, 256), "deepseek": (128, 1, 576)}
+    want = known[preset]
     assert tuple(row["case"][k] for k in ("num_heads", "num_kv_heads", "head_dim")) == want
 
 
