@@ -282,7 +282,7 @@ def _add_all(
 
 def exchanges(run: Run, rounds: int) -> None:
     """A hop of the ring, and the exchange of decode states, by size: the model's links."""
-    for tokens in (64, 8192, 131072):
+    for tokens in (64, 8192, 131072) if run.device.type == "cuda" else (64, 4096):
         case = run.case(1, tokens, tokens)
         shards = zigzag_shards([tokens], run.world)
         plan = plan_ring(run.spec(case), shards, run.mesh, backend=run.args.backend,
