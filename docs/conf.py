@@ -22,6 +22,8 @@ exclude_patterns = ["results/**", "examples/**"]
 suppress_warnings = ["myst.header"]
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"attn_backends {__version__}"
 html_show_sourcelink = False
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from .roofline import GPUS, Gpu
 
-#: Names of this library in results; every other name is a library called directly.
-OURS = ("triton", "cuda")
-#: Neither the fastest of ours nor a rival: variants, and lower bounds.
+#: Names of this library as it runs by default; most others are libraries called directly.
+OURS = ("triton", "cuda", "cascade-triton")
+#: Neither of them: variants, references, and lower bounds.
 ASIDE = ("triton-plain", "torch", "torch_native", "copy", "pairwise")
+_VARIANTS = ("triton:", "plain-", "cascade-")
 TIMED = "graph_cold"
 
 
@@ -93,6 +94,11 @@ def left_out(rows: Iterable[dict[str, Any]]) -> int:
     return sum(not r.get("right", True) for r in rows)
 
 
+def is_rival(name: str) -> bool:
+    """Whether a name in results is of another library."""
+    return name not in (*OURS, *ASIDE) and not name.startswith(_VARIANTS)
+
+
 def _plain(case: dict[str, Any], *without: str) -> tuple[Any, ...]:
     return tuple((k, v) for k, v in sorted(case.items()) if k not in without)
 
@@ -105,7 +111,7 @@ def _sweep_key(case: dict[str, Any]) -> tuple[Any, ...]:
         return _plain(case)
     if case["q_len"] == case["kv_len"]:
         return _plain(case, "q_len", "kv_len", "batch")
-    return _plain(case, "kv_len")
+    return _plain(case, "kv_len", "prefix")
 
 
 def _is_attention(case: dict[str, Any]) -> bool:
@@ -126,6 +132,8 @@ def point_label(case: dict[str, Any]) -> str:
         return text + (f", {case['empty']:.0%} empty" if case.get("empty") else "")
     if not _is_attention(case):
         return ", ".join(f"{name} {value}" for name, value in case.items())
+    if "prefix" in case:
+        return f"{case['batch']} x ({case['prefix']} shared + {case['suffix']})"
     text = f"{case['batch']} x {case['kv_len']}"
     if case["q_len"] == case["kv_len"]:
         return text
@@ -140,7 +148,8 @@ def _heads(case: dict[str, Any]) -> str:
     if not _is_attention(case):
         return ""
     width = f"D {case['head_dim']}"
-    width += f"/{case['head_dim_v']}" if case["head_dim_v"] != case["head_dim"] else ""
+    values = case.get("head_dim_v", case["head_dim"])
+    width += f"/{values}" if values != case["head_dim"] else ""
     return f"{case['num_heads']}/{case['num_kv_heads']} heads, {width}"
 
 
@@ -251,9 +260,7 @@ def ratios(source: Source) -> Ratios | None:
         key = _plain(row["case"])
         cases[key] = row["case"]
         times.setdefault(key, {})[row["backend"]] = row["median_us"]
-    rivals = dict.fromkeys(
-        name for row in times.values() for name in row if name not in (*OURS, *ASIDE)
-    )
+    rivals = dict.fromkeys(name for row in times.values() for name in row if is_rival(name))
     labels, cells = [], []
     for key, row in times.items():
         ours = [row[name] for name in OURS if name in row]
@@ -271,6 +278,7 @@ __all__ = [
     "Panel",
     "Ratios",
     "Source",
+    "is_rival",
     "left_out",
     "panels",
     "point_label",

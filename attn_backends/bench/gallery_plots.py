@@ -22,12 +22,15 @@ COLORS = {
     "torch": "#8a6d5a",
     "torch_native": "#8a6d5a",
     "copy": "#7a7a7a",
+    "cascade-triton": "#1f5fbf",
+    "plain-triton": "#8db4e8",
+    "flashinfer-cascade": "#2a9d5c",
     "pairwise": "#b8a02c",
 }
 _MORE = ("#00838f", "#ad1457", "#5d7a1f", "#455a64")
 _MARKERS = "osD^vP*X"
 _INK, _PALE = "#222222", "#d9d9d9"
-_WIDEST = 3
+_WIDEST = 2
 _TALLEST = 16
 
 
@@ -77,7 +80,7 @@ def speed(
     """
     names = list(dict.fromkeys(name for panel in shown for name in panel.series))
     look = _look(names)
-    columns = 2 if len(shown) == 4 else min(len(shown), _WIDEST)
+    columns = min(len(shown), _WIDEST)
     lines = [shown[i : i + columns] for i in range(0, len(shown), columns)]
     heights = [max(map(_height, line)) for line in lines]
     figure = new_figure(1.0 + 4.1 * columns, sum(heights) + 0.8)
