@@ -65,9 +65,9 @@ _SPEED = {
 _ORDER = [*_SPEED, "host-plan", "host-run"]
 #: What a picture cannot say by itself.
 _NOTES = {
-    "mla": "Absorbed MLA computes 2 (576 + 512) FLOP a head on 1152 bytes of each key: 30 FLOP/byte "
-    "with 16 heads, 242 with 128, where an H200 is bound by arithmetic from 206 on; the dashed line "
-    "is then out of reach.",
+    "mla": "Absorbed MLA computes 2 (576 + 512) FLOP a head on 1152 bytes of each key: 30 "
+    "FLOP/byte with 16 heads, 242 with 128. An H200 is bound by arithmetic from 206 on; the "
+    "dashed line is then out of reach.",
     "cascade": "Traffic counts shared keys once, so plain decode, which reads them for every "
     "sequence, stays far from the dashed line.",
 }
