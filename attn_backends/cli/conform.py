@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..conformance import Report, matrix, read_expected_failures, run_conformance
+from ..conformance.picture import draw
 from ..conformance.report import Row
 from ..conformance.target import read_options, resolve
 from ..errors import InvalidInputError
@@ -39,6 +40,9 @@ def command(
     write: Annotated[
         Path | None, typer.Option(help="Folder for conformance-<backend>.json.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw backends by requirements: png, svg.")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a report page.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -65,6 +69,8 @@ def command(
         )
         if write is not None:
             reports[-1].write(write)
+    if plot is not None:
+        draw([report.to_json() for report in reports], plot)
     if as_json:
         print_json({"reports": [report.to_json() for report in reports]})
     elif markdown:

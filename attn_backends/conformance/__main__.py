@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--xfail", metavar="FILE", help="lines: backend requirement/case # reason")
     parser.add_argument("--json", metavar="FOLDER", help="write conformance-<backend>.json here")
     parser.add_argument("--markdown", action="store_true", help="print Markdown, not a summary")
+    parser.add_argument("--plot", metavar="FILE", help="draw backends by requirements: png, svg")
     parser.add_argument("--slowest", type=int, default=0, metavar="N", help="print N slowest cases")
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of the backend"
@@ -50,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
             report.write(options.json)
     if len(reports) > 1:
         print(matrix(r.to_json() for r in reports))
+    if options.plot:
+        from .picture import draw
+
+        draw([r.to_json() for r in reports], options.plot)
     return 0 if all(r.ok for r in reports) else 1
 
 

@@ -218,7 +218,8 @@ def _run_command() -> str:
     """The command that runs, without the paths of this machine."""
     program = Path(sys.argv[0]).name
     words = ["python", "-m", __package__] if program == "__main__.py" else [program]
-    return shlex.join([*words, *sys.argv[1:]])
+    given = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
+    return shlex.join([*words, *given])
 
 
 __all__ = ["STATUSES", "SUITE_VERSION", "Report", "Row", "environment", "matrix"]
