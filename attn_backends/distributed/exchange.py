@@ -104,7 +104,7 @@ def _by_rank(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``[T, H, ...]`` into ``[n, T, h, ...]``; places of heads beyond H stay as they are."""
     each, heads = target.shape[2], source.shape[1]
     full = heads // each
-    whole = source[:, : full * each].unflatten(1, (full, each))
+    whole = source[:, : full * each].view(source.shape[0], full, each, *source.shape[2:])
     target[:full].copy_(whole.transpose(0, 1))
     if rest := heads - full * each:
         target[full, :, :rest].copy_(source[:, full * each :])
