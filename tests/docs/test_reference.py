@@ -7,7 +7,6 @@ import pkgutil
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from docstrings import gaps
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md"))
-DIRECTIVE = re.compile(r"^\.\. auto\w+:: (\S+)$(?:\n   (?P<options>.*))?", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (\S+)\n((?:   .*\n)*)", re.MULTILINE)
 
 
 def packages() -> list[str]:
@@ -45,12 +44,14 @@ def public() -> dict[str, Any]:
 def documented() -> dict[str, Any]:
     """Every object that the reference describes, by the path it is described under."""
     found: dict[str, Any] = {}
-    for match in DIRECTIVE.finditer(REFERENCE):
-        owner, _, name = match[1].rpartition(".")
-        value = getattr(importlib.import_module(owner), name)
-        found[match[1]] = value
-        if isinstance(value, ModuleType) and ":members:" in REFERENCE[match.end(1) :][:20]:
-            found |= {f"{match[1]}.{name}": getattr(value, name) for name in value.__all__}
+    for kind, path, options in DIRECTIVE.findall(REFERENCE):
+        if kind == "module":
+            module = importlib.import_module(path)
+            names = module.__all__ if re.search("^ +:members:", options, re.MULTILINE) else ()
+            found |= {f"{path}.{name}": getattr(module, name) for name in names}
+            continue
+        owner, _, name = path.rpartition(".")
+        found[path] = getattr(importlib.import_module(owner), name)
     return found
 
 
