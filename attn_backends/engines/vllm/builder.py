@@ -108,7 +108,8 @@ class Builder(AttentionMetadataBuilder[Step]):
         requests = Requests.of(common_attn_metadata, exact=exact)
         step = Step(requests.num_tokens)
         for spec, context in self.context.items():
-            step.context[spec] = context.plan(requests, self._capturing)
+            capacity = self._capacity(requests) if self._capturing else None
+            step.context[spec] = context.plan(requests, capacity)
         replayed = [self._graph_part(spec, requests) for spec in self.phases]
         if None not in replayed:
             step.parts = {spec: (part,) for spec, part in zip(self.phases, replayed) if part}

@@ -73,15 +73,15 @@ class ContextParallel:
         context, own = specs(spec, ranks)
         return cls(ranks, rank, interleave, choose(context, device), choose(own, device))
 
-    def plan(self, requests: Requests, capturing: bool) -> ContextStep:
+    def plan(self, requests: Requests, capacity: Capacity | None) -> ContextStep:
         """Plan both states of a step; the plans of a captured step are refilled.
 
         Args:
             requests: The step.
-            capturing: Whether a graph is being captured.
+            capacity: Of the graph that is being captured, if one is.
         """
         new = requests.starts.diff()
-        context = replace_batch(requests, self._context_lens(requests.seq_lens - new))
+        context = _batch_with(requests, self._context_lens(requests.seq_lens - new))
         own = Batch(
             cu_seqlens_q=requests.starts,
             seqlens_k=new,
@@ -94,10 +94,11 @@ class ContextParallel:
         if plans is not None:
             plans[0].update(context)
             plans[1].update(own)
-        elif capturing:
+        elif capacity is not None:
+            short = replace(capacity, max_seqlen_k=requests.max_query_len, max_pages=0)
             plans = (
-                self.context.decode.plan(context, _capacity(requests, context)),
-                self.own.decode.plan(own, _capacity(requests, own)),
+                self.context.decode.plan(context, capacity),
+                self.own.decode.plan(own, short),
             )
             self._captured[requests.key] = plans
         else:
@@ -112,20 +113,9 @@ class ContextParallel:
         return get_dcp_local_seq_lens(lengths, self.ranks, self.rank, self.interleave)
 
 
-def replace_batch(requests: Requests, seq_lens: torch.Tensor) -> Batch:
+def _batch_with(requests: Requests, seq_lens: torch.Tensor) -> Batch:
     """The paged batch of a step with other key lengths, which only the device knows."""
     return replace(requests, seq_lens=seq_lens, host_seq_lens=None).batch()
-
-
-def _capacity(requests: Requests, batch: Batch) -> Capacity:
-    return Capacity(
-        num_seqs=requests.num_reqs,
-        total_q=requests.num_tokens,
-        max_seqlen_q=requests.max_query_len,
-        max_seqlen_k=batch.max_seqlen_k,
-        max_pages=0 if batch.page_table is None else batch.page_table.shape[1],
-        in_place=True,
-    )
 
 
 @dataclass

@@ -38,17 +38,20 @@ def _standin() -> Any:
     return sys.modules[name]
 
 
-@pytest.fixture(scope="session", autouse=True)
+#: Modules of the plug that are made of vLLM's classes.
+_OF_VLLM = tuple(f"attn_backends.engines.vllm.{name}" for name in ("backend", "builder", "impl"))
+
+
+@pytest.fixture(scope="module", autouse=True)
 def vllm_or_standin() -> Iterator[None]:
-    """The real vLLM, or a stand-in that goes away with the last of these tests."""
+    """The real vLLM, or a stand-in that goes away with the last of a file's tests."""
     if has_vllm():
         yield
         return
     _standin().install()
     yield
-    own = "attn_backends.engines.vllm."
     for name in list(sys.modules):
-        if name.split(".")[0] == "vllm" or name.startswith(own):
+        if name.split(".")[0] == "vllm" or name in _OF_VLLM:
             del sys.modules[name]
 
 

@@ -11,6 +11,7 @@ import sys
 import types
 from abc import ABC
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -123,6 +124,7 @@ class _Logger:
 
 def _module(name: str, **members: Any) -> None:
     module = types.ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
     module.__dict__.update(members)
     sys.modules[name] = module
     parent, _, child = name.rpartition(".")
@@ -146,6 +148,7 @@ def install() -> None:
     names += ("AttentionMetadataBuilder", "CommonAttentionMetadata", "MultipleOf")
     _module("vllm.v1.attention.backend", **{name: here[name] for name in names})
     names = ("AttentionBackendEnum", "register_backend")
-    _module("vllm.v1.attention.backends.registry", **{name: here[name] for name in names})
+    members = {name: here[name] for name in names}
+    _module("vllm.v1.attention.backends.registry", **members, _ATTN_OVERRIDES=OVERRIDES)
     utils = {"get_dcp_local_seq_lens": get_dcp_local_seq_lens, "get_kv_cache_layout": lambda: "NHD"}
     _module("vllm.v1.attention.backends.utils", **utils)
