@@ -48,7 +48,8 @@ def runner_reasons(runner: Any) -> list[Reason]:
         if value != neutral and value is not None:
             reasons.append(Reason(name, str(value), str(neutral), why))
     name, bad, good = _GRAPHS
-    if getattr(args, name, None) == bad:
+    backend = getattr(args, name, None)
+    if str(getattr(backend, "value", backend)) == bad:
         reasons.append(Reason(name, bad, good, "prefill plans follow each step's lengths"))
     return reasons + pool_reasons(runner.token_to_kv_pool, runner.model_config.dtype)
 

@@ -118,7 +118,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "extend_prefix_lens",
         "extend_prefix_lens_cpu",
         "extend_seq_lens_cpu",
-        "mha_return_lse",
     ),
     f"{_POOL}:KVWriteLoc": ("loc", "swa_loc", "full_loc", "physical"),
 }
@@ -130,6 +129,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
         "add_deterministic_attention_backend_choices",
     ),
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch": ("mha_return_lse",),
     "sglang.srt.model_executor.forward_batch_info:ForwardMode": (
         "EXTEND",
         "DECODE",

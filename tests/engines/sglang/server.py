@@ -35,7 +35,13 @@ SETTINGS = dict(
     prefill_attention_backend=None,
     decode_attention_backend=None,
 )
-CONTEXT = 256
+
+
+def append(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Rows after rows; float8 is joined as bytes, which every device can."""
+    if old.dtype.itemsize > 1:
+        return torch.cat([old, new])
+    return torch.cat([old.view(torch.uint8), new.view(torch.uint8)]).view(old.dtype)
 
 
 @dataclass
@@ -62,7 +68,7 @@ class Server:
         dtype: Of queries.
         kv_dtype: Of the pool.
         windows: Ids of layers that live in a pool for sliding windows.
-        pages: Pages of the pool.
+        context: Most tokens of a request.
         device: Where it runs.
         settings: Of the server.
         runner: Further attributes of the model runner, of its model's configuration too.
@@ -80,7 +86,7 @@ class Server:
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         windows: tuple[int, ...] = (),
-        pages: int | None = None,
+        context: int = 256,
         device: str = "cpu",
         settings: dict[str, Any] | None = None,
         runner: dict[str, Any] | None = None,
@@ -91,15 +97,15 @@ class Server:
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
         self.random = torch.Generator().manual_seed(0)
         self.layers = [self._layer(i, heads, kv_heads, dim, dim_v, x) for i, x in enumerate(layers)]
-        pages = 8 * CONTEXT // page_size if pages is None else pages
-        self.table = ReqToTokenPool(8, CONTEXT, device, False)
+        pages = 8 * -(-context // page_size)
+        self.table = ReqToTokenPool(8, context, device, False)
         self.pool = self._pool(pages * page_size, kv_heads, dim, dim_v, windows)
         order = torch.randperm(pages, generator=self.random) + 1  # page 0 is for padding
         self.free: list[int] = order.tolist()
         self.requests: dict[str, Request] = {}
         self.model = torch.nn.ModuleList(self.layers)
         config = SimpleNamespace(
-            dtype=dtype, is_encoder_decoder=False, hf_config=hf_config, context_len=CONTEXT
+            dtype=dtype, is_encoder_decoder=False, hf_config=hf_config, context_len=context
         )
         self.runner = SimpleNamespace(
             model=self.model,
@@ -242,8 +248,8 @@ class Server:
                 request.k.append(part_k)
                 request.v.append(part_v)
             else:
-                request.k[index] = torch.cat([request.k[index], part_k])
-                request.v[index] = torch.cat([request.v[index], part_v])
+                request.k[index] = append(request.k[index], part_k)
+                request.v[index] = append(request.v[index], part_v)
 
     def _stored(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
         if self.kv_dtype == self.dtype:
@@ -265,20 +271,20 @@ class Server:
             request = self.request(name)
             sequences.append(
                 Sequence(
-                    q[row : row + count].cpu(),
-                    request.k[layer.layer_id].cpu(),
-                    request.v[layer.layer_id].cpu(),
+                    q[row : row + count],
+                    request.k[layer.layer_id],
+                    request.v[layer.layer_id],
                 )
             )
             row += count
         scales = (self._factor(s, spec.num_kv_heads) for s in (layer.k_scale, layer.v_scale))
-        sinks = None if sinks is None else sinks.float().cpu()
+        sinks = None if sinks is None else sinks.detach().float()
         return expect(spec, sequences, Extras(sinks, None, *scales))
 
     def _factor(self, scale: Any, heads: int) -> torch.Tensor | None:
         if scale is None or self.kv_dtype == self.dtype:
             return None
-        return torch.full((heads,), float(scale))
+        return torch.full((heads,), float(scale), device=self.device)
 
     def step(
         self,
@@ -311,12 +317,12 @@ class Server:
             o, sums = got
             assert o.shape == (rows, heads, width)
             assert sums.shape == (rows, heads) and sums.dtype == torch.float32
-            wrong = (sums.cpu().double() - want.lse).abs() > want.lse_tol
+            wrong = (sums.double() - want.lse).abs() > want.lse_tol
             assert not bool(wrong.any())
         else:
             o = got
             assert o.shape == (rows, heads * width)
-        o = o.reshape(rows, heads, width).cpu().double()
+        o = o.reshape(rows, heads, width).double()
         assert not bool(o.isnan().any())
         assert bool(((o - want.o).abs() <= want.o_tol[..., None]).all())
 

@@ -69,7 +69,7 @@ class ForwardBatch:
     extend_prefix_lens: torch.Tensor | None = None
     extend_prefix_lens_cpu: list[int] | None = None
     extend_seq_lens_cpu: list[int] | None = None
-    mha_return_lse: bool | None = None
+    mha_return_lse = None
 
 
 class AttentionType(Enum):
