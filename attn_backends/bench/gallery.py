@@ -62,7 +62,7 @@ _SPEED = {
     "cascade": ("Decode over a shared prefix", "gbps", "GB/s", "memory", "keys of a sequence"),
     "merge": ("Merge", "gbps", "GB/s", "memory", "tokens"),
 }
-_ORDER = [*_SPEED, "host-plan", "host-run"]
+_ORDER = [*_SPEED, "host"]
 #: What a picture cannot say by itself.
 _NOTES = {
     "mla": "Absorbed MLA computes 2 (576 + 512) FLOP a head on 1152 bytes of each key: 30 "
@@ -121,9 +121,9 @@ def _roof(source: Source, kind: str) -> tuple[float | None, str]:
     if gpu is None or not kind:
         return None, ""
     if kind == "memory":
-        return gpu.bandwidth_tbs * 1e3, "memory bandwidth of the data sheet"
+        return gpu.bandwidth_tbs * 1e3, "memory, data sheet"
     rate = gpu.tflops.get(dtype)
-    return rate, f"dense {dtype} rate of the data sheet"
+    return rate, f"dense {dtype}, data sheet"
 
 
 def _host(gpu: str, source: Source) -> Picture | None:
@@ -179,6 +179,7 @@ def page(found: Sequence[Picture], folder: Path) -> str:
         "`python -m attn_backends.bench.gallery docs/gallery`. Medians of one CUDA-graph replay",
         "with a cold L2 unless a picture says otherwise, all backends interleaved in one process",
         "on random data; the tables are on the page about [performance](../performance.md).",
+        "Dashed: what the vendor's data sheet promises, as memory bandwidth or as arithmetic.",
     ]
     for picture in found:
         lines += ["", f"## {picture.title}", ""]

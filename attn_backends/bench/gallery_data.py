@@ -54,7 +54,8 @@ class Source:
     def bench(self) -> str:
         """What was measured; empty for results of another kind."""
         row = self.rows[0] if self.rows and isinstance(self.rows[0], dict) else {}
-        return str(row.get("bench", "")) if "case" in row else ""
+        name = str(row.get("bench", "")) if "case" in row else ""
+        return "host" if name.startswith("host-") else name
 
     @property
     def gpu(self) -> Gpu | None:

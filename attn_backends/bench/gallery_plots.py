@@ -83,7 +83,8 @@ def speed(
     columns = min(len(shown), _WIDEST)
     lines = [shown[i : i + columns] for i in range(0, len(shown), columns)]
     heights = [max(map(_height, line)) for line in lines]
-    figure = new_figure(1.0 + 4.1 * columns, sum(heights) + 0.8)
+    width = 1.0 + 4.1 * columns
+    figure = new_figure(width, sum(heights) + 0.8)
     parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)[:, 0]
     handles: dict[str, Any] = {}
     for part, line in zip(parts, lines):
@@ -101,9 +102,19 @@ def speed(
         handles[text] = Line2D([], [], color=_INK, linestyle="--", linewidth=1)
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center",
-        ncols=min(len(handles), 3 * columns), frameon=False, fontsize=8,
+        ncols=_columns(list(handles), width), frameon=False, fontsize=8,
     )  # fmt: skip
     return figure
+
+
+def _columns(labels: Sequence[str], width: float) -> int:
+    """Most columns of a legend that fit into a width in inches."""
+    for count in range(len(labels), 1, -1):
+        rows = math.ceil(len(labels) / count)
+        columns = [labels[i : i + rows] for i in range(0, len(labels), rows)]
+        if sum(0.07 * max(map(len, column)) + 0.6 for column in columns) < width:
+            return count
+    return 1
 
 
 def _height(panel: Panel) -> float:

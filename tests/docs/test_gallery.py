@@ -108,6 +108,6 @@ def test_every_name_and_value_is_in_the_picture(tmp_path: Path) -> None:
     assert list(sweep["triton"].get_ydata()) == [1e8 / n for n in (1024, 2048, 4096)]
     assert list(points["fa3"].get_xdata()) == [1e6 / 40]
     legend = {text.get_text() for text in figure.legends[0].texts}
-    assert {"triton", "fa3", "memory bandwidth of the data sheet: 4800 GB/s"} == legend
+    assert {"triton", "fa3", "memory, data sheet: 4800 GB/s"} == legend
     cells = {text.get_text() for axes in heat.draw().axes for text in axes.texts}
     assert cells == {"2.00", "0.80"}
