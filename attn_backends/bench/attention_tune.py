@@ -92,8 +92,10 @@ def precompile(jobs: Iterable[tuple[Case, dict[str, Any], int]], workers: int) -
     print(f"compiled {len(jobs) - failed} of {len(jobs)} in {took:.0f} s", flush=True)
 
 
-def _measure(x: Inputs, trials: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Microseconds of every trial that runs; all interleaved."""
+def measure_trials(
+    x: Inputs, trials: dict[str, dict[str, Any]], rounds: int = 10
+) -> dict[str, float]:
+    """Microseconds of every trial that runs and is right; all interleaved."""
     from .attention import ours
 
     want = reference(x)
@@ -111,7 +113,7 @@ def _measure(x: Inputs, trials: dict[str, dict[str, Any]]) -> dict[str, float]:
             variants.append(variant)
         except Exception as error:
             print(f"  {name}: {type(error).__name__}: {str(error)[:120]}", flush=True)
-    return {name: t.median_us for name, t in measure(variants, 10).items()}
+    return {name: t.median_us for name, t in measure(variants, rounds).items()}
 
 
 def _sweep(
@@ -123,7 +125,7 @@ def _sweep(
     for case in points:
         try:
             x = Inputs(case)
-            times = _measure(x, trials)
+            times = measure_trials(x, trials)
             del x
         except Exception as error:
             print(f"{case.label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -251,4 +253,4 @@ def write_configs(files: list[str]) -> None:
     print(f"wrote {len(split)} split and {len(prefill)} prefill rows to {measured.__file__}")
 
 
-__all__ = ["precompile", "tune", "write_configs"]
+__all__ = ["measure_trials", "precompile", "tune", "write_configs"]
