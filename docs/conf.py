@@ -19,7 +19,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["results/**", "examples/**"]
 
 # Reports among the pages nest under headings that are not always there.
-suppress_warnings = ["myst.header", "toc.empty_glob"]
+suppress_warnings = ["myst.header"]
 
 html_theme = "furo"
 html_static_path = ["_static"]
