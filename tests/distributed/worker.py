@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -199,6 +200,20 @@ def check_ring_sends_keys_alone_where_values_lie_in_them(r: Rank) -> None:
     plan = plan_ring(spec, shards, r.mesh, backend="torch_native", device="cpu")
     got = plan.run(q[rows], k[rows], None)
     close(got, exact(spec, q, k, k[..., :16], [15], [15]), rows, slice(None), r.world)
+
+
+def check_ring_of_fp8_keys_with_scales(r: Rank) -> None:
+    spec = spec_of(dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, head_dim_v=16)
+    q, k, v = inputs(spec, [15], [15])
+    k, v = (x.float().to(torch.float8_e4m3fn) for x in (k, v))
+    shards = zigzag_shards([15], r.world)
+    rows = shards.query_rows(r.rank)
+    plan = plan_ring(spec, shards, r.mesh, backend="torch_native", device="cpu")
+    mine = [x.view(torch.uint8)[rows].view(x.dtype) for x in (k, v)]
+    got = plan.run(q[rows], *mine, k_scale=0.5, v_scale=2.0)
+    scales = (torch.full((2,), 0.5), torch.full((2,), 2.0))
+    want = expect(spec, [Sequence(q, k, v)], Extras(k_scale=scales[0], v_scale=scales[1]))
+    close(got, want, rows, slice(None), r.world)
 
 
 def check_ring_reads_strided_views_and_writes_into_out(r: Rank) -> None:
@@ -514,8 +529,25 @@ def check_refusals_name_what_is_wrong(r: Rank) -> None:
 CHECKS = {name: f for name, f in globals().items() if name.startswith("check_")}
 
 
+def poison_empty() -> None:
+    """Fill what ``torch.empty`` and its kin give with NaN, so that bytes nobody wrote are seen."""
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            x = make(*args, **kwargs)
+            if x.is_contiguous() and x.dtype in (torch.uint8, torch.float32, torch.bfloat16):
+                x.view(torch.uint8).fill_(255)  # of any float a NaN
+            return x
+
+        return made
+
+    torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
+    torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)
+
+
 def main(rank: int, world: int, store: str, out: str) -> None:
     torch.set_num_threads(1)
+    poison_empty()
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     failed: dict[str, str] = {}
