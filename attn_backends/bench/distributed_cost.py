@@ -3,7 +3,8 @@
     python -m attn_backends.bench.distributed_cost docs/context-parallelism.md
 
 A page holds ``<!-- measured: PATH -->`` or ``<!-- model: PATH -->`` and ``<!-- end of PATH -->``,
-the file at PATH beside the page. What stands between is made anew.
+the file at PATH beside the page. What stands between is made anew, and says so where nothing was
+measured yet.
 """
 
 from __future__ import annotations
@@ -124,13 +125,23 @@ def measured_table(rows: Rows) -> list[str]:
     return _markdown(lines)
 
 
+def origin(meta: dict[str, Any]) -> str:
+    """Where results come from, in one line."""
+    facts = [f"{n} {meta[n]}" for n in ("gpu", "driver", "torch", "triton", "date") if meta.get(n)]
+    return f"`{meta['command']}`; {', '.join(facts)}."
+
+
 def rewrite(page: Path) -> str:
     """The text of a page with every table made anew."""
 
     def made(match: re.Match[str]) -> str:
-        results = json.loads((page.parent / match[3]).read_text())
+        path = page.parent / match[3]
+        if not path.exists():
+            return f"{match[1]}Not measured yet.\n{match[4]}"
+        results = json.loads(path.read_text())
         table = {"measured": measured_table, "model": model_table}[match[2]]
-        return match[1] + "\n".join(table(results["rows"])) + f"\n{match[4]}"
+        source = f"`{match[3]}`: {origin(results['meta'])}"
+        return "\n".join([match[1] + source, "", *table(results["rows"]), match[4]])
 
     return _TABLE.sub(made, page.read_text())
 
