@@ -8,12 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = sorted(
-    [
-        *ROOT.glob("*.md"),
-        *(p for p in (ROOT / "docs").rglob("*.md") if "examples" not in p.parts),
-    ]
-)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def name_of(page: Path) -> str:
