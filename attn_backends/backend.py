@@ -222,6 +222,15 @@ class AttentionBackend(ABC):
         """
         if getattr(plan, "backend", None) is not self:
             self._check_plan(plan)
+        elif plan.repeat is not None:
+            options = None
+            if not (
+                sinks is None and alibi_slopes is None and mask is None
+                and k_scale is None and v_scale is None
+            ):  # fmt: skip
+                options = (sinks, alibi_slopes, mask, k_scale, v_scale)
+            if (result := plan.repeat(q, k, v, options, out)) is not None:
+                return result
         layout = _layout(q, k, v)
         if layout is None or layout not in plan.checked or plan.check_always:
             check_qkv(q, k, v, plan)

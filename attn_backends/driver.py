@@ -25,7 +25,7 @@ SIZES = {"Q": 8, "q": 8, "d": 8, "I": 4, "i": 4, "f": 4}
 _CONFIG = struct.Struct("<7I4x3Q")
 _STREAM_AT = 32
 # CUlaunchAttribute: an identifier and 64 bytes of value; this one is programmatic serialization.
-_PDL = struct.pack("<i4xi60x", 6, 1)
+_ATTRIBUTES = ctypes.create_string_buffer(struct.pack("<i4xi60x", 6, 1), 72)
 _NO_CONTEXT = 201
 
 
@@ -89,6 +89,19 @@ def _pattern(formats: str) -> str:
     return text
 
 
+@cache
+def _packing(formats: str, changing: int) -> tuple[list[int], struct.Struct, Any]:
+    """Offsets of arguments, how to write them all, and how to write a stream and the first."""
+    whole = struct.Struct("<" + _pattern(formats))
+    return offsets(formats), whole, struct.Struct("<3Q" + _pattern(formats[:changing])).pack_into
+
+
+@cache
+def _array(kind: Any, length: int) -> Any:
+    """The type of an array; ctypes forgets types that no array has, and is slow to make them."""
+    return kind * length
+
+
 class Launch:
     """One kernel with its grid and arguments, ready to be launched again and again.
 
@@ -106,7 +119,7 @@ class Launch:
     """
 
     __slots__ = ("_attributes", "_call", "_config", "_count", "_function", "_idle", "_offsets",
-                 "_owner", "_pack", "_pattern", "_values")  # fmt: skip
+                 "_owner", "_pack", "_values", "_whole")  # fmt: skip
 
     def __init__(
         self, function: int, grid: tuple[int, int, int], threads: int, formats: str,
@@ -114,25 +127,23 @@ class Launch:
         owner: Any = None,
     ) -> None:  # fmt: skip
         assert len(formats) == len(values)
-        attributes = ctypes.create_string_buffer(_PDL, len(_PDL)) if pdl else None
-        self._attributes = 0 if attributes is None else ctypes.addressof(attributes)
+        self._attributes = ctypes.addressof(_ATTRIBUTES) if pdl else 0
         self._count = int(pdl)
         self._config = (*grid, threads, 1, 1, shared, 0, self._attributes, self._count)
         self._function = ctypes.c_void_p(function)
-        self._offsets, self._values = offsets(formats), values
-        self._pattern = "<" + _pattern(formats)
-        self._pack = struct.Struct("<3Q" + _pattern(formats[:changing])).pack_into
+        self._values = values
+        self._offsets, self._whole, self._pack = _packing(formats, changing)
         self._call = _launch_function()
-        self._owner = (owner, attributes)
+        self._owner = owner
         self._idle: list[Any] = []
 
     def _memory(self) -> tuple[Any, Any, Any, Any]:
         """A block: config and arguments, the table of argument addresses, references to both."""
-        memory = ctypes.create_string_buffer(_CONFIG.size + struct.calcsize(self._pattern))
+        memory = _array(ctypes.c_char, _CONFIG.size + self._whole.size)()
         _CONFIG.pack_into(memory, 0, *self._config)
-        struct.pack_into(self._pattern, memory, _CONFIG.size, *self._values)
+        self._whole.pack_into(memory, _CONFIG.size, *self._values)
         first = ctypes.addressof(memory) + _CONFIG.size
-        table = (ctypes.c_void_p * max(len(self._offsets), 1))(*[first + o for o in self._offsets])
+        table = _array(ctypes.c_void_p, len(self._offsets))(*[first + o for o in self._offsets])
         return memory, table, ctypes.byref(memory), ctypes.byref(table)
 
     def __call__(self, stream: int, *changing: Any) -> None:
@@ -149,10 +160,37 @@ class Launch:
         memory, _, config, table = block
         self._pack(memory, _STREAM_AT, stream, self._attributes, self._count, *changing)
         code = self._call(config, self._function, table, None)
-        if code == _NO_CONTEXT:  # a new thread
-            bind_context()
-            code = self._call(config, self._function, table, None)
+        if code:
+            self._retry(code, block)
         self._idle.append(block)
+
+    def anew(self, grid: tuple[int, int, int], stream: int, values: tuple[Any, ...]) -> None:
+        """Launch with another grid and all arguments; for launches that are used in no other way.
+
+        Args:
+            grid: Blocks per dimension.
+            stream: Handle of the stream.
+            values: All arguments.
+
+        Raises:
+            RuntimeError: The driver refused; the message has its words.
+        """
+        block = self._idle.pop() if self._idle else self._memory()
+        memory, _, config, table = block
+        _CONFIG.pack_into(
+            memory, 0, *grid, *self._config[3:7], stream, self._attributes, self._count
+        )
+        self._whole.pack_into(memory, _CONFIG.size, *values)
+        code = self._call(config, self._function, table, None)
+        if code:
+            self._retry(code, block)
+        self._idle.append(block)
+
+    def _retry(self, code: int, block: tuple[Any, Any, Any, Any]) -> None:
+        """Launch again in a new thread, whose first launch finds no context; else raise."""
+        if code == _NO_CONTEXT:
+            bind_context()
+            code = self._call(block[2], self._function, block[3], None)
         if code:
             raise RuntimeError(f"the CUDA driver refused a launch: {_words(code)}")
 

@@ -1,8 +1,8 @@
-"""Telling in one step whether tensors are laid out as others were that have been checked.
+"""Layouts of tensors: telling in one step whether some were seen before, and making more of one.
 
-Reading shape, strides, dtype and device of every tensor from Python takes longer than a launch.
-torch has the comparison in C++, for the guards of its compiler; where a version of torch lacks it,
-or has changed it, the attributes are compared here, one by one.
+Reading shape, strides, dtype and device of every tensor from Python takes longer than a launch, and
+so does allocating. torch has both in C++ for its compiler; where a version of torch lacks them, or
+has changed them, the ordinary ways serve.
 """
 
 from __future__ import annotations
@@ -16,6 +16,21 @@ import torch
 def layout(x: torch.Tensor) -> tuple[Any, ...]:
     """What a check of a tensor looks at, as a key."""
     return x.shape, x.stride(), x.dtype, x.device
+
+
+try:  # what torch's compiled code allocates by: no argument is looked at
+    from torch._C._dynamo.guards import _empty_strided_cuda
+except ImportError:
+    _empty_strided_cuda = None
+
+
+def empty(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, index: int | None
+) -> torch.Tensor:
+    """An uninitialised tensor on the current CUDA device, whose index is ``index``."""
+    if _empty_strided_cuda is not None:
+        return _empty_strided_cuda(shape, stride, dtype)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=f"cuda:{index}")
 
 
 def guard(*tensors: Any) -> Callable[..., bool] | None:
@@ -77,4 +92,4 @@ def _works() -> bool:
 
 _COMPILED = _works()
 
-__all__ = ["guard", "layout"]
+__all__ = ["empty", "guard", "layout"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from .batch import Batch
 from .capacity import Capacity
 from .errors import InvalidInputError
+from .output import AttentionOutput
 from .validation import deep_checks
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ class Plan:
         #: Layouts of q, k, v that were found to fit; a layer after the first pays one look-up.
         self.checked: set[object] = set()
         self.check_always = deep_checks()
+        #: ``repeat(q, k, v, extras or None, out)``: a run like the last, checked already, on other
+        #: tensors; None where there is none, and the result is None if these are not like it.
+        self.repeat: Callable[..., AttentionOutput | None] | None = None
 
     def update(self, batch: Batch) -> None:
         """Refill the fixed buffers with another batch, before a graph replay.

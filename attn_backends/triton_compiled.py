@@ -6,7 +6,8 @@ driver is asked, and where it does not agree with the kernel's signature, Triton
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 from . import driver
 
@@ -32,16 +33,56 @@ def is_hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def launch_of(
-    compiled: Any, grid: tuple[int, int, int], values: tuple[Any, ...], changing: int
-) -> driver.Launch | None:
-    """A launch of a compiled kernel; None where only Triton knows how to launch it.
+class Form(NamedTuple):
+    """What a compiled kernel takes, as the driver sees it.
+
+    Attributes:
+        function: Handle of the loaded kernel.
+        threads: Per program.
+        shared: Bytes of shared memory.
+        pdl: Whether it may start before the kernel ahead has ended.
+        formats: One letter per argument, see ``driver.Launch``.
+        kept: For each argument of the source, whether it is one of the compiled kernel.
+        scratch: Null pointers behind them.
+        compiled: The kernel, which must stay alive.
+    """
+
+    function: int
+    threads: int
+    shared: int
+    pdl: bool
+    formats: str
+    kept: tuple[bool, ...]
+    scratch: int
+    compiled: Any
+
+    def arguments(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Those of a source's arguments, constants included, that the kernel takes."""
+        return (*compress(values, self.kept), *(0,) * self.scratch)
+
+    def launch(
+        self, grid: tuple[int, int, int], values: tuple[Any, ...], changing: int
+    ) -> driver.Launch | None:
+        """A launch; None if one of the arguments that change is a constant here.
+
+        Args:
+            grid: Programs per dimension.
+            values: All arguments in order, constants included; addresses for tensors.
+            changing: How many of the first each launch passes anew.
+        """
+        if len(values) != len(self.kept) or not all(self.kept[:changing]):
+            return None
+        return driver.Launch(
+            self.function, grid, self.threads, self.formats, self.arguments(values), changing,
+            shared=self.shared, pdl=self.pdl, owner=self.compiled,
+        )  # fmt: skip
+
+
+def form_of(compiled: Any) -> Form | None:
+    """The form of a kernel for the current device; None where only Triton can launch it.
 
     Args:
         compiled: What ``kernel[grid](...)`` or ``kernel.warmup(...)`` returned.
-        grid: Programs per dimension.
-        values: All arguments in order, constants included; addresses for tensors.
-        changing: How many of the first each launch passes anew; none of them may be constants.
     """
     if not driver.available():
         return None
@@ -54,27 +95,24 @@ def launch_of(
         threads, shared, pdl = meta.num_warps * 32, meta.shared, bool(meta.launch_pdl)
     except AttributeError:  # a Triton whose compiled kernels look otherwise
         return None
-    if not plain or len(signature) != len(values) or "constexpr" in signature[:changing]:
+    if not plain:
         return None
-    formats, kept = "", []
-    for kind, value in zip(signature, values):
+    formats = ""
+    for kind in signature:
         if kind == "constexpr":
             continue
         letter = "Q" if isinstance(kind, str) and kind[0] == "*" else _FORMATS.get(kind)
         if letter is None:
             return None
         formats += letter
-        kept.append(value)
     known = driver.parameters(function)
-    if known is None or not 0 <= (extra := len(known) - len(formats)) <= _MOST_SCRATCH:
+    if known is None or not 0 <= (scratch := len(known) - len(formats)) <= _MOST_SCRATCH:
         return None
-    formats += "Q" * extra
+    formats += "Q" * scratch
     if known != [(at, driver.SIZES[f]) for at, f in zip(driver.offsets(formats), formats)]:
         return None
-    return driver.Launch(
-        function, grid, threads, formats, (*kept, *(0,) * extra), changing, shared=shared,
-        pdl=pdl, owner=compiled,
-    )  # fmt: skip
+    kept = tuple(kind != "constexpr" for kind in signature)
+    return Form(function, threads, shared, pdl, formats, kept, scratch, compiled)
 
 
-__all__ = ["is_hooked", "launch_of"]
+__all__ = ["Form", "form_of", "is_hooked"]

@@ -330,7 +330,7 @@ class _Launcher:
     def _launch(
         self, variant: Any, constants: Any, pointers: Any, tensors: Any, numbers: Any, vary: bool
     ) -> driver.Launch | None:
-        from ..triton_compiled import is_hooked, launch_of
+        from ..triton_compiled import form_of, is_hooked
 
         tensors = tuple([x.data_ptr() if isinstance(x, torch.Tensor) else x or 0 for x in tensors])
         found = self._variants.get(variant)
@@ -342,7 +342,10 @@ class _Launcher:
             trailing = tuple(constants[name] for name in names)
             zeros = tuple(0 if x is None else x for x in numbers)
             changing = len(tensors) + (len(numbers) if vary else 0)
-            launch = launch_of(compiled, self._grid, (*tensors, *zeros, *trailing), changing)
+            form = form_of(compiled)
+            launch = None
+            if form is not None:
+                launch = form.launch(self._grid, (*tensors, *zeros, *trailing), changing)
             found = self._variants[variant] = (compiled, trailing, launch)
         compiled, trailing, launch = found
         stream = driver.current_stream(self._device.index)

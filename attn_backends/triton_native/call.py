@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -54,16 +56,16 @@ def scale_kind(scale: Any) -> int:
 
 def launch(
     launcher: Launcher, grid: tuple[int, int, int], addresses: tuple[int, ...], numbers: tuple,
-    signature: Any, tensors: tuple[torch.Tensor, ...],
+    signature: Any, tensors: Callable[[], tuple[torch.Tensor, ...]],
 ) -> None:  # fmt: skip
     """Launch from addresses if they allow the remembered form, else from the tensors."""
     bits = 0
     for address in addresses:
         bits |= address
     if bits & 15:  # the compiler may specialise on alignment: leave it to Triton
-        launcher.first(grid, tensors, numbers)
+        launcher.first(grid, tensors(), numbers)
     elif not launcher.again(grid, addresses, numbers, signature):
-        launcher.first(grid, tensors, numbers, signature)
+        launcher.first(grid, tensors(), numbers, signature)
 
 
 def alignment(sizes: tuple[int, ...]) -> int:
@@ -74,6 +76,26 @@ def alignment(sizes: tuple[int, ...]) -> int:
     return bits & -bits
 
 
+class Step(NamedTuple):
+    """A launch of a call, but for what tensors and options bring.
+
+    Attributes:
+        launcher: Of the kernel.
+        grid: Programs per dimension.
+        tensors: Gives the plan's own, between those of the call.
+        at: Their addresses.
+        numbers: After the factors on scores and values.
+        ends: Whether the kernel takes outputs, sinks and the scale of values alone.
+    """
+
+    launcher: Launcher
+    grid: tuple[int, int, int]
+    tensors: Callable[[], tuple[torch.Tensor, ...]]
+    at: tuple[int, ...]
+    numbers: tuple[int, ...]
+    ends: bool
+
+
 class Call:
     """The launches of one plan for one set of strides and options: what does not change, bound."""
 
@@ -82,7 +104,7 @@ class Call:
         out: AttentionOutput, extras: RunExtras, share: bool, key: Any,
     ) -> None:  # fmt: skip
         spec, batch, formats = plan.spec, plan.batch, plan.formats
-        self.plan = plan
+        self.plan: TritonPlan = weakref.proxy(plan)  # which holds this: its buffers end with it
         # Everything that the compiler may specialise on, beside the constants.
         self.key = (key, batch.page_table.stride(0) if batch.is_paged else 0)
         d, dv = spec.head_dim, spec.dv
@@ -136,6 +158,9 @@ class Call:
         if plan.prefills:
             self._bind_prefill(plan, features, flags)
             self._bind_hopper(plan, q, k, v, extras)
+        self.steps = self._steps(q.shape[0])
+        #: Its repeats, by which outputs, values and options are given.
+        self.repeats: dict[Any, Any] = {}
 
     def _warps(self, config: SplitConfig | PrefillConfig) -> int:
         """Warps per program: two where warpgroup products cannot be trusted.
@@ -161,14 +186,24 @@ class Call:
         if not self.share:
             stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
         self.split = launcher_of("split", constants, self._warps(config), stages, False)
-        self.split_tensors = (plan.items, plan.part_acc, plan.part_ml, self.table)
-        self.split_at = tuple([x.data_ptr() for x in self.split_tensors])
+        plan, table = self.plan, self.table
+        self.split_tensors = lambda: (plan.items, plan.part_acc, plan.part_ml, table)
+        self.split_at = (plan.items_at, plan.part_acc_at, plan.part_ml_at, table.data_ptr())
         self.split_numbers = (plan.part_rows, self.left, self.right, self.k_step, self.v_step)
         self.split_grid = (plan.bounds.items * spec.num_kv_heads, 1, 1)
         if merges:
-            # Wide rows are cut by lanes: few rows with many parts would keep few programs busy.
-            block_d = dvp if dvp <= 256 else 128
-            block_s = 16
+            # Sequences of several tiles have more rows than one tile; they may be cut as well.
+            rows = min(plan.batch.max_seqlen_q * group, plan.short_rows)
+            if plan.c0:
+                rows = plan.part_rows  # only single tiles are cut
+            programs = rows * spec.num_kv_heads * plan.batch.num_seqs
+            # Few rows are cut by lanes, and many parts are read many at a time, since otherwise
+            # a few programs would wait for one load after the other.
+            few = programs < 4 * plan.device.processors
+            block_d = 128 if few and dvp > 256 else dvp
+            tiles = max(plan.batch.num_seqs * -(-rows // config.block_m), 1)
+            parts = next_power_of_2(plan.bounds.slots // tiles)
+            block_s = min(max(parts, 8), 64 if few else 16, 8192 // block_d)
             constants = (
                 ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv), ("BLOCK_D", block_d),
                 ("HAS_SINKS", extras.sinks is not None),
@@ -176,15 +211,11 @@ class Call:
                 ("PDL", pdl), ("BLOCK_M", config.block_m), ("BLOCK_S", block_s),
             )  # fmt: skip
             self.merge = launcher_of("merge", constants, 4, 2, pdl)
-            # Sequences of several tiles have more rows than one tile; they may be cut as well.
-            rows = min(plan.batch.max_seqlen_q * group, plan.short_rows)
-            if plan.c0:
-                rows = plan.part_rows  # only single tiles are cut
-            self.merge_tensors = (plan.seqs, plan.part_acc, plan.part_ml)
-            self.merge_at = tuple([x.data_ptr() for x in self.merge_tensors])
+            self.merge_tensors = lambda: (plan.seqs, plan.part_acc, plan.part_ml)
+            self.merge_at = (plan.seqs_at, plan.part_acc_at, plan.part_ml_at)
             self.merge_numbers = (*self.out_strides, rows, plan.part_rows, self.v_step)
             blocks = -(-spec.dv // block_d)
-            self.merge_grid = (rows * spec.num_kv_heads * plan.batch.num_seqs, blocks, 1)
+            self.merge_grid = (programs, blocks, 1)
 
     def _bind_prefill(self, plan: TritonPlan, features: tuple, flags: tuple) -> None:
         spec, batch, config = plan.spec, plan.batch, plan.prefill
@@ -204,8 +235,9 @@ class Call:
         self.prefill = launcher_of("prefill", constants, self._warps(config), config.stages, False)
         self.units = spec.num_heads // self.pack
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
-        self.prefill_tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table)
-        self.prefill_at = tuple([x.data_ptr() for x in self.prefill_tensors])
+        tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table)
+        self.prefill_tensors = lambda: tensors
+        self.prefill_at = tuple([x.data_ptr() for x in tensors])
         self.prefill_numbers = (
             self.left, self.right, plan.short_rows, self.k_step, self.v_step
         )  # fmt: skip
@@ -254,7 +286,6 @@ class Call:
     ) -> None:  # fmt: skip
         """Launch the kernels on tensors of this layout."""
         plan = self.plan
-        batch = plan.batch
         scale, v_factor = self.scale, 1.0
         sinks, slopes, mask, k_scale, v_scale = extras
         if k_scale is not None and not isinstance(k_scale, torch.Tensor):
@@ -276,28 +307,44 @@ class Call:
         )  # fmt: skip
         at = tuple([x.data_ptr() for x in common])
         options_at = tuple([x.data_ptr() for x in options])
-        numbers = (scale, self.softcap, v_factor, *self.strides, batch.num_seqs, q.shape[0])
+        for step in self.steps:
+            if step.ends:
+                launch(
+                    step.launcher, step.grid, at[3:] + step.at + (options_at[0], options_at[5]),
+                    (v_factor, *step.numbers), self.key,
+                    lambda step=step: (*out, *step.tensors(), options[0], options[5]),
+                )  # fmt: skip
+            elif self.hopper and step.launcher is self.prefill and not (at[0] | at[1] | at[2]) & 15:
+                self._launch_hopper(q, k, v, out, extras)
+            else:
+                launch(
+                    step.launcher, step.grid, at + step.at + options_at,
+                    (scale, self.softcap, v_factor, *step.numbers), self.key,
+                    lambda step=step: (*common, *step.tensors(), *options),
+                )  # fmt: skip
+
+    def _steps(self, rows: int) -> list[Step]:
+        """The launches for ``rows`` query rows, in order."""
+        plan, batch = self.plan, self.plan.batch
+        numbers = (*self.strides, batch.num_seqs, rows)
+        steps = []
         if self.split is not None:
-            launch(
-                self.split, self.split_grid, at + self.split_at + options_at,
-                numbers + self.split_numbers, self.key, (*common, *self.split_tensors, *options),
-            )  # fmt: skip
-        if self.hopper and not (at[0] | at[1] | at[2]) & 15:
-            self._launch_hopper(q, k, v, out, extras)
-        elif self.prefill is not None:
-            tiles = q.shape[0] * self.pack // plan.prefill.block_m + batch.num_seqs + 1
-            launch(
-                self.prefill, (tiles * self.units, 1, 1), at + self.prefill_at + options_at,
-                (*numbers, tiles, *self.prefill_numbers), self.key,
-                (*common, *self.prefill_tensors, *options),
-            )  # fmt: skip
+            steps.append(Step(
+                self.split, self.split_grid, self.split_tensors, self.split_at,
+                numbers + self.split_numbers, False,
+            ))  # fmt: skip
+        if self.prefill is not None:
+            tiles = rows * self.pack // plan.prefill.block_m + batch.num_seqs + 1
+            steps.append(Step(
+                self.prefill, (tiles * self.units, 1, 1), self.prefill_tensors, self.prefill_at,
+                (*numbers, tiles, *self.prefill_numbers), False,
+            ))  # fmt: skip
         if self.merge is not None:
-            ends = (options[0], options[5])
-            launch(
-                self.merge, self.merge_grid,
-                at[3:] + self.merge_at + (options_at[0], options_at[5]),
-                (v_factor, *self.merge_numbers), self.key, (*out, *self.merge_tensors, *ends),
-            )  # fmt: skip
+            steps.append(Step(
+                self.merge, self.merge_grid, self.merge_tensors, self.merge_at,
+                self.merge_numbers, True,
+            ))  # fmt: skip
+        return steps
 
 
-__all__ = ["Call", "alignment", "launch", "launcher_of", "next_power_of_2", "scale_kind"]
+__all__ = ["Call", "Step", "alignment", "launch", "launcher_of", "next_power_of_2", "scale_kind"]

@@ -1,8 +1,8 @@
 """Launch a Triton kernel with as little host time as its compiled form allows.
 
 ``kernel[grid](...)`` binds and inspects every argument of every call. A ``Launcher`` remembers the
-compiled kernel per signature and hands it raw addresses. It is used only where the compiled form
-is certain to fit: every address is a multiple of 16, and the integers that the compiler may
+compiled kernel per signature and hands the driver raw addresses. It does so only where the compiled
+form is certain to fit: every address is a multiple of 16, and the integers that the compiler may
 specialise on are part of the signature. Everything else takes the ordinary way.
 """
 
@@ -13,26 +13,14 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime import driver
 
-try:  # without these hooks the fast way is still right, but profilers would not see its launches
-    from triton import knobs
-except ImportError:  # Triton < 3.4
-    knobs = None  # type: ignore[assignment]
+from .. import driver
+from ..triton_compiled import Form, form_of, is_hooked
 
 
 def is_interpreted(kernel: Any) -> bool:
     """Whether a kernel runs in Triton's interpreter, on the host."""
     return not isinstance(kernel, triton.JITFunction)
-
-
-def _hooked() -> bool:
-    """Whether somebody, such as a profiler, asked to be called around launches."""
-    if knobs is None:
-        return True
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    # A hook is a chain of calls in Triton 3.6 and later, None or a function before.
-    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 class Launcher:
@@ -60,9 +48,9 @@ class Launcher:
         self.options = {"num_warps": warps, "num_stages": stages}
         if pdl:
             self.options["launch_pdl"] = True
-        self._values = tuple(constants.values())
-        self._compiled: dict[Any, Any] = {}
-        self._fast = not is_interpreted(kernel) and knobs is not None
+        self.values = tuple(constants.values())
+        self._known: dict[Any, tuple[Form, driver.Launch]] = {}
+        self._fast = not is_interpreted(kernel) and driver.current_device is not None
 
     def again(
         self,
@@ -82,16 +70,19 @@ class Launcher:
         Returns:
             Whether it was launched; if not, ``first`` must be called.
         """
-        index = torch._C._cuda_getDevice() if self._fast else -1
-        compiled = self._compiled.get((index, signature))
-        if compiled is None or _hooked():
+        index = driver.current_device() if self._fast else -1
+        known = self._known.get((index, signature))
+        if known is None or is_hooked():
             return False
-        compiled.run(
-            grid[0], grid[1], grid[2], driver.active.get_current_stream(index),
-            compiled.function, compiled.packed_metadata, None, None, None,
-            *addresses, *numbers, *self._values,
-        )  # fmt: skip
+        form, launch = known
+        stream = driver.current_stream(index)
+        launch.anew(grid, stream, form.arguments((*addresses, *numbers, *self.values)))
         return True
+
+    def form(self, signature: Any) -> Form | None:
+        """The compiled form that ``first`` remembered for the current device, or None."""
+        known = self._known.get((driver.current_device(), signature)) if self._fast else None
+        return None if known is None else known[0]
 
     def first(
         self,
@@ -104,10 +95,16 @@ class Launcher:
         compiled = self.kernel[grid](*tensors, *numbers, **self.constants, **self.options)
         if signature is None or not self._fast:
             return
-        if hasattr(compiled, "run") and hasattr(compiled, "packed_metadata"):
-            self._compiled[torch._C._cuda_getDevice(), signature] = compiled
-        else:  # a Triton whose compiled kernels look otherwise
+        form = form_of(compiled)
+        if form is None:  # Triton alone knows how to launch it
             self._fast = False
+            return
+        values = (*(0 for _ in tensors), *numbers, *self.values)
+        launch = driver.Launch(
+            form.function, grid, form.threads, form.formats, form.arguments(values), 0,
+            shared=form.shared, pdl=form.pdl, owner=compiled,
+        )  # fmt: skip
+        self._known[driver.current_device(), signature] = (form, launch)
 
 
 __all__ = ["Launcher", "is_interpreted"]

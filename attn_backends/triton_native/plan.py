@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..capacity import Capacity
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
+from ..triton_compiled import is_hooked
 from .call import Call, launch, launcher_of, next_power_of_2, scale_kind
 from .configs import (
     PrefillConfig,
@@ -25,6 +27,7 @@ from .configs import (
 )
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
 from .launch import is_interpreted
+from .repeat import kinds, repeat_of
 from .schedule import prefers_many, split_bounds
 
 #: More rows (tokens times group) than any sequence has: everything takes the split kernel.
@@ -207,7 +210,7 @@ class TritonPlan(Plan):
         self.c0 = INVARIANT_CHUNK if spec.batch_invariant else 0
         self.num_splits = 0 if self.c0 else options.num_splits or 0
         left = spec.bounds[0]
-        q_bytes, kv_bytes = self.sizes
+        kv_bytes = self.sizes[1]
         # Bytes of a key and value; converting fp8 takes as long as reading twice as much.
         width = (spec.head_dim + (0 if self.shares_width else spec.dv)) * max(kv_bytes, 2)
         self.rate = PROGRAM_BYTES / width
@@ -216,24 +219,48 @@ class TritonPlan(Plan):
             num_seqs=batch.num_seqs, total_q=batch.total_q, max_seqlen_q=batch.max_seqlen_q,
             max_seqlen_k=batch.max_seqlen_k, left=left, short_rows=self.short_rows,
             block_m=config.block_m, block_n=config.block_n, rate=self.rate,
-            processors=self.device.processors, occupancy=config.occupancy, min_chunk=config.min_chunk,
-            num_kv_heads=spec.num_kv_heads, group=spec.group_size,
+            processors=self.device.processors, occupancy=config.occupancy,
+            min_chunk=config.min_chunk, num_kv_heads=spec.num_kv_heads, group=spec.group_size,
             chunk=0 if self.c0 else options.split_keys or 0, splits=self.num_splits, c0=self.c0,
             pad_rows=self.pad_rows,
         )  # fmt: skip
         self.bounds = bounds
         self.part_rows = min(config.block_m, batch.max_seqlen_q * spec.group_size)
-        make = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=batch.device)  # noqa: E731
-        # One allocation for both lists; entries of 64 and 16 bytes.
-        lists = make(bounds.items * ITEM_FIELDS + batch.num_seqs * SEQ_FIELDS, dtype=torch.int32)
-        self.items = lists[: bounds.items * ITEM_FIELDS]
-        self.seqs = lists[bounds.items * ITEM_FIELDS :]
-        # Never touched while no sequence is cut, but compiled kernels know its dtype.
-        self.part_acc = self.part_ml = lists.view(torch.float32)
-        if bounds.slots:
-            states = bounds.slots * spec.num_kv_heads * self.part_rows
-            self.part_ml = make(states * 2, dtype=torch.float32)
-            self.part_acc = make(states * spec.dv, dtype=torch.float32)
+        # One allocation for all: lists of 64 and 16 bytes an entry, then states of parts.
+        states = bounds.slots * spec.num_kv_heads * self.part_rows
+        lists = (bounds.items * ITEM_FIELDS, batch.num_seqs * SEQ_FIELDS)
+        sizes = (*lists, 2 * states, spec.dv * states)
+        ends = tuple(accumulate([-(-n // 16) * 16 for n in sizes]))
+        self.workspace = torch.empty(ends[-1], dtype=torch.int32, device=batch.device)
+        self._sizes, self._starts = sizes, (0, *ends[:3])
+        base = self.workspace.data_ptr()
+        self.items_at, self.seqs_at, self.part_ml_at, self.part_acc_at = (
+            base + 4 * start for start in self._starts
+        )  # fmt: skip
+
+    def _part(self, index: int) -> torch.Tensor:
+        start = self._starts[index]
+        return self.workspace[start : start + self._sizes[index]]
+
+    @property
+    def items(self) -> torch.Tensor:
+        """``[items * ITEM_FIELDS]`` int32: the work list."""
+        return self._part(0)
+
+    @property
+    def seqs(self) -> torch.Tensor:
+        """``[B * SEQ_FIELDS]`` int32: where the parts of each sequence are."""
+        return self._part(1)
+
+    @property
+    def part_ml(self) -> torch.Tensor:
+        """Peak and sum of each row of each part, float32; empty if no sequence is cut."""
+        return self._part(2).view(torch.float32)
+
+    @property
+    def part_acc(self) -> torch.Tensor:
+        """Sums of values of each row of each part, float32; empty if no sequence is cut."""
+        return self._part(3).view(torch.float32)
 
     def on_update(self) -> None:
         """Rebuild what depends on the lengths, on the current stream."""
@@ -259,14 +286,17 @@ class TritonPlan(Plan):
         )  # fmt: skip
         launcher = launcher_of("schedule", constants, 4, 1, False)
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
-        tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.items, self.seqs)
-        addresses = tuple([x.data_ptr() for x in tensors])
+        starts = (batch.cu_seqlens_q, batch.seqlens_k, k_starts)
+        addresses = (*[x.data_ptr() for x in starts], self.items_at, self.seqs_at)
         numbers = (
             batch.num_seqs, self.bounds.items, left or 0, self.short_rows, self.bounds.chunk,
             self.num_splits, self.device.processors, self.rate, config.min_chunk,
         )  # fmt: skip
         grid = (batch.num_seqs + 1, 1, 1)
-        launch(launcher, grid, addresses, numbers, "schedule", tensors)
+        launch(
+            launcher, grid, addresses, numbers, "schedule",
+            lambda: (*starts, self.items, self.seqs),
+        )  # fmt: skip
 
     def run(
         self,
@@ -278,7 +308,7 @@ class TritonPlan(Plan):
     ) -> AttentionOutput:
         """Launch the chosen kernels on checked inputs."""
         spec = self.spec
-        result = out
+        result, given, values = out, out is not None, v
         if out is None:
             shape = (q.shape[0], spec.num_heads)
             o = torch.empty((*shape, spec.dv), dtype=spec.out_dtype, device=q.device)
@@ -300,10 +330,31 @@ class TritonPlan(Plan):
         call = self._prepared.get(key)
         if call is None:
             call = self._prepared[key] = Call(self, q, k, v, out, extras, share, key)
-        call(q, k, v, out, extras)
+        if self.device.interpreted or self.check_always or is_hooked():
+            call(q, k, v, out, extras)
+        else:
+            self._launch_and_keep(call, (q, k, values, v), extras, out, given)
         if result.o is not out.o:
             result.o.copy_(out.o)
         return result
+
+
+    def _launch_and_keep(
+        self, call: Call, tensors: tuple[Any, ...], extras: RunExtras, out: AttentionOutput,
+        given: bool,
+    ) -> None:  # fmt: skip
+        """Launch, through a repeat for the layers to come if the kernels are known by now."""
+        q, k, values, v = tensors
+        options = None if all(x is None for x in extras) else extras
+        kind = (given, values is None, kinds(extras))
+        repeat = call.repeats.get(kind)
+        if repeat is None:
+            repeat = repeat_of(call, (q, k, values, *(out if given else ())), extras, out, given)
+        if repeat is not None:
+            self.repeat = call.repeats[kind] = repeat
+            if repeat.launch(q, k, values, options, *out):
+                return
+        call(q, k, v, out, extras)
 
 
 def _for_interpreter(

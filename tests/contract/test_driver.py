@@ -136,35 +136,42 @@ def test_a_kernel_of_triton_is_launched_without_its_constants(fake, monkeypatch)
     library = fake("QQifQQ")
     known_parameters(monkeypatch, "QQifQQ")  # the kernel's own, and two of scratch memory
     compiled = compiled_kernel(["*fp32", "*bf16", "constexpr", "i32", "fp32", "constexpr"])
-    launch = triton_compiled.launch_of(compiled, (3, 1, 1), (1, 2, 1, 7, 0.5, True), 2)
+    launch = triton_compiled.form_of(compiled).launch((3, 1, 1), (1, 2, 1, 7, 0.5, True), 2)
     launch(4, 10, 20)
     assert library.launches == [(5, (3, 1, 1), (128, 1, 1), 128, 4, [], (10, 20, 7, 0.5, 0, 0))]
 
 
 @pytest.mark.parametrize(
-    "signature, known, changing, more",
+    "signature, known, more",
     [
-        (["*fp32", "i32"], "Qq", 1, {}),  # the kernel has another argument there
-        (["*fp32", "i32"], "QiQQQ", 1, {}),  # more than scratch memory behind
-        (["*fp32", "i32"], "Q", 1, {}),
-        (["*fp32", "nvTmaDesc"], "QQ", 1, {}),
-        (["constexpr", "i32"], "i", 1, {}),  # what changes must be an argument
-        (["*fp32", "i32"], "Qi", 1, {"num_ctas": 2}),
-        (["*fp32", "i32"], "Qi", 1, {"global_scratch_size": 64}),
-        (["*fp32", "i32"], "Qi", 1, {"launch_cooperative_grid": True}),
+        (["*fp32", "i32"], "Qq", {}),  # the kernel has another argument there
+        (["*fp32", "i32"], "QiQQQ", {}),  # more than scratch memory behind
+        (["*fp32", "i32"], "Q", {}),
+        (["*fp32", "nvTmaDesc"], "QQ", {}),
+        (["*fp32", "i32"], "Qi", {"num_ctas": 2}),
+        (["*fp32", "i32"], "Qi", {"global_scratch_size": 64}),
+        (["*fp32", "i32"], "Qi", {"launch_cooperative_grid": True}),
     ],
 )
-def test_what_does_not_fit_is_left_to_triton(fake, monkeypatch, signature, known, changing, more):
+def test_what_does_not_fit_is_left_to_triton(fake, monkeypatch, signature, known, more):
     fake("Qi")
     known_parameters(monkeypatch, known)
-    compiled = compiled_kernel(signature, **more)
-    assert triton_compiled.launch_of(compiled, (1, 1, 1), (0, 0), changing) is None
+    assert triton_compiled.form_of(compiled_kernel(signature, **more)) is None
+
+
+def test_what_changes_must_be_an_argument(fake, monkeypatch):
+    fake("i")
+    known_parameters(monkeypatch, "i")
+    form = triton_compiled.form_of(compiled_kernel(["constexpr", "i32"]))
+    assert form.launch((1, 1, 1), (0, 0), 1) is None
+    assert form.launch((1, 1, 1), (0, 0, 0), 0) is None
+    assert form.launch((1, 1, 1), (0, 0), 0) is not None
 
 
 def test_a_triton_that_looks_otherwise_is_left_alone(fake, monkeypatch):
     fake("Qi")
     known_parameters(monkeypatch, "Qi")
-    assert triton_compiled.launch_of(SimpleNamespace(), (1, 1, 1), (0, 0), 1) is None
+    assert triton_compiled.form_of(SimpleNamespace()) is None
     monkeypatch.setattr(driver, "parameters", lambda function: None)
     compiled = compiled_kernel(["*fp32", "i32"])
-    assert triton_compiled.launch_of(compiled, (1, 1, 1), (0, 0), 1) is None
+    assert triton_compiled.form_of(compiled) is None

@@ -1,0 +1,180 @@
+"""Repeated runs: what a repeat may take over from the checks, and which addresses it passes on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attn_backends import driver
+from attn_backends.backend import RunExtras
+from attn_backends.output import AttentionOutput
+from attn_backends.triton_native import repeat as module
+from attn_backends.triton_native.call import Step
+
+NONE = RunExtras()
+SPLIT_AT, MERGE_AT = (1600, 3200), (4800,)
+
+
+class Form:
+    """A compiled kernel whose launches are written down."""
+
+    def __init__(self, log: list, name: str) -> None:
+        self.log, self.name = log, name
+
+    def launch(self, grid, values, changing):
+        def launch(stream, *args):
+            assert len(args) == changing
+            self.log.append((self.name, grid, stream, (*args, *values[changing:])))
+
+        return launch
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """``make(tensors, extras, given)``: a repeat on the CPU, its outputs, and what it launches."""
+    monkeypatch.setattr(driver, "current_device", lambda: None)
+    monkeypatch.setattr(driver, "current_stream", lambda index: 7)
+    monkeypatch.setattr(module, "is_hooked", lambda: False)
+
+    def empty(shape, stride, dtype, index):
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+    monkeypatch.setattr(module, "empty", empty)
+
+    def make(q, k, v, extras=NONE, given=False):
+        log: list = []
+        launchers = [
+            SimpleNamespace(form=lambda key, n=n: Form(log, n), values=(True,))
+            for n in ("split", "merge")
+        ]
+        steps = [
+            Step(launchers[0], (3, 1, 1), tuple, SPLIT_AT, (11, 12), False),
+            Step(launchers[1], (2, 1, 1), tuple, MERGE_AT, (13,), True),
+        ]
+        call = SimpleNamespace(
+            steps=steps, hopper=False, bytes=False, scale=0.5, softcap=1.0, key="key",
+            plan=SimpleNamespace(mask_indptr=None),
+        )  # fmt: skip
+        out = AttentionOutput(torch.empty(4, 2, 16), torch.empty(4, 2))
+        tensors = (q, k, v, *(out if given else ()))
+        return module.repeat_of(call, tensors, extras, out, given), out, log
+
+    return make
+
+
+def qkv():
+    return torch.randn(4, 2, 16), torch.randn(9, 1, 16), torch.randn(9, 1, 16)
+
+
+def test_addresses_of_other_tensors_reach_the_kernels(made):
+    repeat, _, log = made(*qkv())
+    q, k, v = qkv()
+    o, lse = repeat(q, k, v, None, None)
+    assert o.shape == (4, 2, 16) and lse.shape == (4, 2) and lse.dtype == torch.float32
+    spare = SPLIT_AT[0]
+    at = [x.data_ptr() for x in (q, k, v, o, lse)]
+    options = (spare,) * 6
+    assert log == [
+        ("split", (3, 1, 1), 7, (*at, *SPLIT_AT, *options, 0.5, 1.0, 1.0, 11, 12, True)),
+        ("merge", (2, 1, 1), 7, (*at[3:], *MERGE_AT, spare, spare, 1.0, 13, True)),
+    ]
+
+
+def test_given_outputs_are_written(made):
+    repeat, _, log = made(*qkv(), given=True)
+    out = torch.empty(4, 2, 16), torch.empty(4, 2)
+    result = repeat(*qkv(), None, out)
+    assert result.o is out[0] and result.lse is out[1]
+    assert log[0][3][3:5] == (out[0].data_ptr(), out[1].data_ptr())
+    assert repeat(*qkv(), None, None) is None
+    assert repeat(*qkv(), None, (out[0], out[1].mT.contiguous().mT)) is None
+    assert repeat(*qkv(), None, (out[0],)) is None and repeat(*qkv(), None, 3) is None
+
+
+def test_other_layouts_and_other_forms_take_the_ordinary_way(made):
+    repeat, out, log = made(*qkv())
+    q, k, v = qkv()
+    for other in (
+        (q[:3], k, v), (q.half(), k, v), (q, k[:8], v), (q, k, v.expand(9, 2, 16)),
+        (q, k, None), (q, k, k), (q, k, "v"), (None, k, v), (q.requires_grad_(), k, v),
+    ):  # fmt: skip
+        assert repeat(*other, None, None) is None, other
+    assert repeat(*qkv(), None, out) is None
+    assert repeat(*qkv(), (None, torch.ones(2), None, None, None), None) is None
+    assert not log
+
+
+def test_addresses_between_vectors_take_the_ordinary_way(made):
+    repeat, _, log = made(*qkv())
+    _, k, v = qkv()
+    odd = torch.empty(4 * 2 * 16 + 1)[1:].view(4, 2, 16)
+    assert repeat(odd, k, v, None, None) is None and not log
+    assert made(odd, k, v)[0] is None
+
+
+def test_values_that_are_keys_stay_so(made):
+    q, k, _ = qkv()
+    repeat, _, log = made(q, k, None)
+    assert repeat(q, k, None, None, None) is not None
+    assert log[0][3][1] == log[0][3][2] == k.data_ptr()
+    alias = k.view(9, 1, 16)
+    repeat = made(q, k, alias)[0]
+    assert repeat(q, k, alias, None, None) is not None
+    assert repeat(q, k, qkv()[2], None, None) is None
+
+
+def test_options_change_with_every_run(made):
+    sinks, scale = torch.randn(2), torch.ones(1)
+    repeat, _, log = made(*qkv(), RunExtras(sinks, None, None, 0.5, scale))
+    other = torch.randn(2)
+    o, lse = repeat(*qkv(), (other, None, None, 0.25, scale), None)
+    spare, args = SPLIT_AT[0], log[0][3]
+    assert args[7:13] == (other.data_ptr(), spare, spare, spare, spare, scale.data_ptr())
+    assert args[13:16] == (0.125, 1.0, 1.0)
+    assert log[1][3] == (
+        o.data_ptr(), lse.data_ptr(), *MERGE_AT, other.data_ptr(), scale.data_ptr(), 1.0, 13, True,
+    )  # fmt: skip
+    for bad in (
+        (other, None, None, -1.0, scale), (other, None, None, float("nan"), scale),
+        (other, None, None, True, scale), (other, None, None, scale, scale),
+        (None, None, None, 0.5, scale), (torch.randn(3), None, None, 0.5, scale),
+        (other.double(), None, None, 0.5, scale), (other, other, None, 0.5, scale),
+    ):  # fmt: skip
+        assert repeat(*qkv(), bad, None) is None, bad
+    assert repeat(*qkv(), None, None) is None
+    assert made(*qkv(), RunExtras(k_scale=1))[0] is None  # not a number a run may pass unchecked
+
+
+def test_profilers_and_other_devices_take_the_ordinary_way(made, monkeypatch):
+    repeat, _, log = made(*qkv())
+    monkeypatch.setattr(module, "is_hooked", lambda: True)
+    assert repeat(*qkv(), None, None) is None
+    monkeypatch.setattr(module, "is_hooked", lambda: False)
+    monkeypatch.setattr(driver, "current_device", lambda: 1)
+    assert repeat(*qkv(), None, None) is None and not log
+
+
+def test_a_plan_goes_without_the_garbage_collector():
+    import gc
+    import weakref
+
+    import attn_backends as ab
+    from attn_backends.triton_native.backend import TritonBackend
+
+    if not TritonBackend.capabilities.devices.count("cpu"):
+        pytest.skip("needs Triton's interpreter")
+    spec = ab.AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    backend = TritonBackend(spec)
+    plan = backend.plan(ab.Batch.from_lengths([1, 1, 2], [4, 5, 0]))
+    backend.run(torch.randn(4, 2, 16), torch.randn(9, 1, 16), torch.randn(9, 1, 16), plan)
+    gone = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan
+        assert gone() is None
+    finally:
+        gc.enable()
