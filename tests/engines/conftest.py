@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,15 @@ def tokens() -> Callable[..., torch.Tensor]:
         return torch.randint(5, VOCAB, shape, generator=generator)
 
     return draw
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost small models more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def fetched(get: Callable[[], Path]) -> Path:
