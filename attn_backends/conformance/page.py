@@ -32,6 +32,8 @@ _CAUSES = {
         "has no such sequence, except as padding.",
         "One query head per KV head is decoded by a kernel of its own, which multiplies and sums "
         "queries and keys in the input dtype.",
+        "Keys of an fp8 cache are multiplied by their scale and then rounded to the dtype of the "
+        "queries, and products of float32 run in TF32.",
     ),
     "vllm_triton": (
         "The kernel returns no LSE. Where it splits sequences, one can be had from the parts it "
@@ -40,6 +42,8 @@ _CAUSES = {
         "ALiBi is measured from where the queries begin, not from the query. That shifts all "
         "scores of a row alike: the output is right, the LSE is not.",
         "A row without keys but with a sink loses the sink from the LSE where sequences are split.",
+        "Keys of an fp8 cache are multiplied by their scale and then rounded to the dtype of the "
+        "queries, and products of float32 run in TF32.",
     ),
 }
 
@@ -124,7 +128,7 @@ def _machine(machine: Machine) -> list[str]:
         f"![{machine.heading}](conformance/{machine.name}.png)",
         "",
         "Passed of tried, by requirement; `-` where every case was refused, nothing where a rule",
-        "was not tried on this device.",
+        "was not tried on this device or at this level.",
         "",
         matrix({**r, "backend": label_of(r)} for r in machine.reports).strip(),
     ]
@@ -137,8 +141,9 @@ def _machine(machine: Machine) -> list[str]:
                 "### Backends nobody here wrote",
                 "",
                 "Kernels of serving engines behind thin adapters, `docs/examples/strangers`, which",
-                "translate arguments and mend nothing. What fails is what a caller of those",
-                "kernels has to know, or to work around.",
+                "translate arguments and mend nothing; the suite tries the adapters themselves",
+                "around kernels that compute rightly. What fails is what a caller of those kernels",
+                "has to know, or to work around.",
             ]
         lines += ["", *_report(report, file)]
     return lines

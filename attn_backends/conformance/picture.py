@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import InvalidInputError
 
 #: Goes up when pictures should be drawn anew though their data did not change.
-DRAWING = 2
+DRAWING = 3
 #: By state: color, mark before the numbers, and what the legend says. Colors are Okabe and Ito's,
 #: of different lightness, and a cell can be told by its text alone.
 STATES = {
@@ -21,7 +21,7 @@ STATES = {
     "refused": ("#dcdcdc", "-", "all cases refused, with reasons"),
     "expected": ("#e69f00", "○", "failed as expected"),
     "failed": ("#d55e00", "✗", "cases failed"),
-    "absent": ("#ffffff", "", "not tried on this device"),
+    "absent": ("#ffffff", "", "not tried here"),
 }
 Counts = Mapping[str, int]
 
