@@ -19,7 +19,9 @@ def layout(x: torch.Tensor) -> tuple[Any, ...]:
 
 
 try:  # what torch's compiled code allocates by: no argument is looked at
-    from torch._C._dynamo.guards import _empty_strided_cuda
+    from torch._C._dynamo import guards as _guards
+
+    _empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
 except ImportError:
     _empty_strided_cuda = None
 

@@ -136,7 +136,7 @@ def choose_merge_path(
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     path: str | None = None,
 ) -> MergePath:
-    """Tell which path a merge of these tensors takes, and why.
+    """Tell which path a merge of these tensors takes, and why; LSEs count as contiguous.
 
     Args:
         o_a: ``[T, H, DV]`` output of one state, or ``[n, T, H, DV]`` of stacked ones.

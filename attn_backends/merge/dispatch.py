@@ -2,12 +2,14 @@
 
 The choice is a value. ``cuda`` needs 16-byte vectors: a float32, float16 or bfloat16 input whose
 head dim, strides and pointers are whole vectors. ``triton`` takes any of them on a GPU. ``torch``
-takes everything, anywhere. The first without a reason against it is chosen; a path asked for by
-name is taken or refused, never replaced.
+takes everything, anywhere. The first without a reason against it is chosen, unless ``measured``
+knows that Triton is the faster for a merge of that kind and size on this device; a path asked for
+by name is taken or refused, never replaced.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
@@ -21,6 +23,8 @@ PATHS = ("cuda", "triton", "torch")
 VECTOR_BYTES = 16
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 2**31 - 2**16  # kernels count rows in 32 bits, and round up
+MANY_STATES = 16  # most that measurements of a few states speak for
+MARGIN = 0.02  # a path must be faster by this share to be taken against the rule
 FP8_CAPABILITY = (8, 9)  # first with float8_e4m3fn conversions
 
 #: Path of calls in this context that name none; None leaves it to the settings of the process.
@@ -55,6 +59,8 @@ class MergeFacts(NamedTuple):
         num_rows: T * H.
         head_dim: DV.
         vector_fault: Why 16-byte access is impossible, or None.
+        states: How many are merged.
+        contiguous: Whether all outputs and LSEs are, the LSEs as ``[T, H]``.
     """
 
     device: torch.device
@@ -63,6 +69,8 @@ class MergeFacts(NamedTuple):
     num_rows: int
     head_dim: int
     vector_fault: Reason | None
+    states: int = 2
+    contiguous: bool = True
 
 
 def settled_path() -> str | None:
@@ -126,9 +134,48 @@ def _first_without_reason(facts: MergeFacts) -> MergePath:
         reasons = _REASONS[path](facts)
         if not reasons:
             why = f"{_short(facts.dtype)} head_dim={facts.head_dim} on {facts.device.type}"
+            if path == "cuda" and (times := _measured_slower(facts)) is not None:
+                passed.append(f"not cuda: {times}")
+                continue
             return MergePath(path, "; ".join([why, *passed]))
         passed.append(f"not {path}: {reasons[0]}")
     raise AssertionError("the torch path takes every call")
+
+
+def kind_of(states: int, head_dim: int) -> str | None:
+    """Merges that measurements take to be alike but for their size; None for those of no kind.
+
+    Args:
+        states: How many are merged.
+        head_dim: DV; Triton fills rows up to a power of two.
+    """
+    if states > MANY_STATES:
+        return None
+    name = "pair" if states == 2 else "few"
+    return name if head_dim & (head_dim - 1) == 0 else f"{name}-padded"
+
+
+def is_faster(us: float, than_us: float) -> bool:
+    """Whether a time is shorter by more than a measurement's noise."""
+    return us < than_us * (1 - MARGIN)
+
+
+def _measured_slower(facts: MergeFacts) -> str | None:
+    """The measured times, where the CUDA path lost to Triton at the size nearest to this one."""
+    from . import measured
+
+    kind = kind_of(facts.states, facts.head_dim)
+    if kind is None or not measured.TIMES or not facts.contiguous or facts.out_dtype != facts.dtype:
+        return None
+    capability = torch.cuda.get_device_capability(facts.device)
+    points = measured.TIMES.get((capability, kind))
+    size = facts.num_rows * facts.head_dim * facts.dtype.itemsize
+    if not points or not size or _triton_reasons(facts):
+        return None
+    at, cuda, triton = min(points, key=lambda point: abs(math.log(point[0] / size)))
+    if not is_faster(triton, cuda):
+        return None
+    return f"{cuda:.4g} us measured (triton: {triton:.4g} us) for a result of {at} bytes"
 
 
 def _cuda_reasons(facts: MergeFacts) -> list[Reason]:
@@ -204,6 +251,8 @@ __all__ = [
     "asked_path",
     "choose",
     "default_path",
+    "is_faster",
+    "kind_of",
     "settled_path",
     "vector_elements",
     "vector_fault",

@@ -182,7 +182,9 @@ def _make_plan(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> M
     first = os[0]
     out_o, out_lse = (None, None) if out is None else out
     dtype = first.dtype if out_o is None else out_o.dtype
-    choice = dispatch.choose(_facts(os, out_o, dtype), path)
+    flat = [*os, *lses] if isinstance(os, tuple) else [os, lses]
+    contiguous = pair.are_contiguous(*flat, out_o, out_lse) and counts is None
+    choice = dispatch.choose(pair.facts(_named(os), out_o, dtype, len(os), contiguous), path)
     launch: Callable[..., None] | None = None
     if first.shape[0] and first.shape[1]:
         launch = _launcher(choice.path, os, lses, counts, out_o, out_lse, dtype)
@@ -217,10 +219,6 @@ def _launcher(
         stacked(torch.stack(os), torch.stack(lses), counts, o, lse)
 
     return launch
-
-
-def _facts(os: Any, out_o: Any, dtype: torch.dtype) -> dispatch.MergeFacts:
-    return pair.facts(_named(os), out_o, dtype)
 
 
 def _named(os: Any) -> list[tuple[str, torch.Tensor]]:

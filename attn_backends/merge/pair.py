@@ -182,7 +182,9 @@ def choose_path(o_a: Any, o_b: Any, out: Any, path: str | None) -> MergePath:
             raise InvalidInputError.of(name, type(o).__name__, "a torch.Tensor")
     out_o = None if out is None else out[0]
     dtype = o_a.dtype if out_o is None else out_o.dtype
-    return dispatch.choose(facts(named, out_o, dtype), path)
+    states = o_a.shape[0] if o_a.dim() == 4 else 2
+    contiguous = are_contiguous(out_o, *[o for _, o in named])
+    return dispatch.choose(facts(named, out_o, dtype, states, contiguous), path)
 
 
 def _named_inputs(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any) -> list[tuple[str, torch.Tensor]]:
@@ -203,8 +205,8 @@ def _make_plan(
     dtype = result_dtype(o_a, out, scale)
     out_o, out_lse = (None, None) if out is None else out
     named = [("o_a", o_a)] + ([] if o_b is None else [("o_b", o_b)])
-    choice = dispatch.choose(facts(named, out_o, dtype), path)
     six = (o_a, lse_a, o_b, lse_b, out_o, out_lse)
+    choice = dispatch.choose(facts(named, out_o, dtype, 2, are_contiguous(*six)), path)
     launch = None
     if o_a.shape[0] and o_a.shape[1]:
         launch = _launcher(choice.path, six, dtype, named)
@@ -249,14 +251,23 @@ def result_dtype(o: torch.Tensor, out: Any, scale: Any) -> Any:
     return o.dtype if scale is None else torch.float8_e4m3fn
 
 
-def facts(named: Any, out_o: Any, out_dtype: torch.dtype) -> dispatch.MergeFacts:
+def are_contiguous(*tensors: Any) -> bool:
+    """Whether all tensors are; None is."""
+    return all(x is None or x.is_contiguous() for x in tensors)
+
+
+def facts(
+    named: Any, out_o: Any, out_dtype: torch.dtype, states: int, contiguous: bool
+) -> dispatch.MergeFacts:
     o = named[0][1]
     tensors = named if out_o is None else [*named, ("out.o", out_o)]
     fault = None
     if o.device.type == "cuda" and o.dtype in dispatch.KERNEL_DTYPES:
         fault = dispatch.vector_fault(tensors, o.dtype)
     rows = o.shape[-3] * o.shape[-2]
-    return dispatch.MergeFacts(o.device, o.dtype, out_dtype, rows, o.shape[-1], fault)
+    return dispatch.MergeFacts(
+        o.device, o.dtype, out_dtype, rows, o.shape[-1], fault, states, contiguous
+    )
 
 
 def _launcher(path: str, six: Any, dtype: torch.dtype, named: Any) -> Callable[..., None]:

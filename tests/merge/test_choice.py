@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
-from attn_backends.errors import InvalidInputError, UnsupportedCallError
+from attn_backends.errors import InvalidInputError, Reason, UnsupportedCallError
 from attn_backends.merge import (
     choose_merge_path,
     default_path,
     dispatch,
+    measured,
     merge_state,
     merge_states,
     nvrtc,
@@ -71,8 +74,6 @@ def test_a_stride_or_pointer_between_vectors_goes_to_triton(all_present):
 
 
 def test_a_missing_package_is_the_reason(all_present, monkeypatch):
-    from attn_backends.errors import Reason
-
     monkeypatch.setattr(
         nvrtc,
         "missing",
@@ -108,6 +109,83 @@ def test_a_forced_path_is_taken_or_refused_with_every_reason(all_present):
         choose(facts(torch.float64), "triton")
     with pytest.raises(InvalidInputError, match=r"path='fast' .*'cuda', 'triton', 'torch'"):
         choose(facts(), "fast")
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton was measured to win from a MiB on, by more than noise from 8 MiB on."""
+    points = ((1 << 16, 2.0, 2.2), (1 << 20, 8.0, 7.9), (1 << 23, 30.0, 28.0))
+    monkeypatch.setattr(measured, "TIMES", {((9, 0), "pair"): points})
+
+
+@pytest.mark.parametrize("size, want", [(14, "cuda"), (20, "cuda"), (21, "cuda"), (22, "triton"),
+                                        (23, "triton"), (30, "triton")])  # fmt: skip
+def test_measured_times_outweigh_the_rule(all_present, times, size, want):
+    rows = (1 << size) // (128 * 2)
+    choice = choose(facts(rows=rows), None)
+    assert choice.path == want
+    if want == "triton":
+        shown = "not cuda: 30 us measured (triton: 28 us) for a result of 8388608 bytes"
+        assert choice.reason.endswith(shown)
+    for path in ("cuda", "triton"):
+        assert choose(facts(rows=rows), path) == (path, "asked for")
+
+
+def test_the_rule_holds_for_what_was_not_measured(all_present, times, monkeypatch):
+    big = facts(rows=1 << 20)
+    assert choose(big, None).path == "triton"
+    for other in (
+        big._replace(contiguous=False), big._replace(states=8), big._replace(states=999),
+        big._replace(head_dim=136), big._replace(out_dtype=torch.float8_e4m3fn),
+        big._replace(num_rows=0),
+    ):  # fmt: skip
+        assert choose(other, None).path == "cuda", other
+    monkeypatch.setattr(triton_merge, "missing", lambda: [Reason("triton", "broken", "installed")])
+    assert choose(big, None).path == "cuda"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert choose(big, None).path == "cuda"
+
+
+def test_the_shipped_times_are_in_order_and_of_known_kinds():
+    kinds = {dispatch.kind_of(n, d) for n in (2, 3, 16) for d in (128, 192)}
+    assert kinds == {"pair", "few", "pair-padded", "few-padded"}
+    assert dispatch.kind_of(17, 128) is None
+    for (capability, kind), points in measured.TIMES.items():
+        assert len(capability) == 2 and kind in kinds
+        assert list(points) == sorted(points) and all(min(p) > 0 for p in points)
+
+
+def test_results_become_the_table(tmp_path, monkeypatch):
+    from attn_backends.bench import merge_choice
+
+    def row(backend, us, **more):
+        case = {"tokens": 64, "num_heads": 32, "head_dim": 128, "dtype": "bf16", "states": 2,
+                "lse_layout": "token", "empty": 0.0}  # fmt: skip
+        right = more.pop("right", True)
+        return {"case": {**case, **more}, "backend": backend, "mode": "graph_cold",
+                "median_us": us, "right": right}  # fmt: skip
+
+    rows = [
+        row("cuda", 2.5), row("triton", 2.25), row("flashinfer", 1.0),
+        row("cuda", 1.0, tokens=1), row("triton", 1.5, tokens=1, right=False),
+        row("cuda", 9.0, empty=0.5), row("triton", 1.0, empty=0.5),
+        row("cuda", 9.0, states=8, head_dim=80), row("triton", 8.0, states=8, head_dim=80),
+        row("cuda", 9.0, states=64), row("triton", 8.0, states=64),
+    ]  # fmt: skip
+    found = merge_choice.times_of(rows, (9, 0))
+    assert found == {
+        ((9, 0), "pair"): ((524288, 2.5, 2.25),), ((9, 0), "few-padded"): ((327680, 9.0, 8.0),)
+    }  # fmt: skip
+    monkeypatch.setattr(measured, "TIMES", {((8, 0), "pair"): ((1, 1.0, 2.0),)})
+    target = tmp_path / "measured.py"
+    target.write_text(merge_choice.TARGET.read_text())
+    monkeypatch.setattr(merge_choice, "TARGET", target)
+    file = tmp_path / "merge.json"
+    file.write_text(json.dumps({"rows": rows}))
+    assert merge_choice.main([str(file), "--capability", "9.0"]) == 0
+    scope: dict = {}
+    exec(target.read_text(), scope)
+    assert scope["TIMES"] == {**found, ((8, 0), "pair"): ((1, 1.0, 2.0),)}
 
 
 def test_a_cpu_takes_torch_even_under_the_interpreter():

@@ -101,7 +101,8 @@ def test_blocks_have_whole_rows_and_hardly_an_idle_lane():
             assert size == rows * vectors <= 2 * threads
             assert not tile or rows % tile == 0 or 2 * threads // vectors < tile
             lanes = -(-size // 32) * 32
-            assert size / lanes >= (0.75 if tile or 4 * vectors > threads else 0.9), (vectors, threads)
+            least = 0.75 if tile or 4 * vectors > threads else 0.9
+            assert size / lanes >= least, (vectors, threads)
 
 
 def test_triton_kernels_compile_without_spills():
