@@ -200,6 +200,65 @@ def test_no_allocation_and_no_sync_with_outputs_given(path):
 
 
 @pytest.mark.parametrize("path", KERNELS)
+def test_kept_calls_follow_their_tensors(path):
+    a, b = states(64, 8, 128, torch.bfloat16)
+    merge_state(*a, *b, path=path)
+    out = torch.empty_like(a[0]), torch.empty_like(a[1])
+    merge_state(*a, *b, out=out, path=path)
+    for seed in range(3):
+        x, y = (tuple(t.clone() for t in s) for s in (a, b))
+        x[1].add_(seed), y[1].sub_(seed)
+        want = merge_state(*x, *y, path="torch")
+        fresh = merge_state(*x, *y, path=path)
+        given = torch.empty_like(out[0]), torch.empty_like(out[1])
+        merge_state(*x, *y, out=given, path=path)
+        partly = torch.empty_like(x[0]), y[1].clone()
+        merge_state(*x, y[0], partly[1], out=partly, path=path)
+        merge_state_(*x, *y, path=path)
+        for got in (fresh, given, partly, x):
+            torch.testing.assert_close(got[0], want.o, atol=4e-2, rtol=0)
+            assert torch.equal(got[0], fresh.o) and torch.equal(got[1], fresh.lse)
+    with torch.inference_mode():
+        assert torch.equal(merge_state(*a, *b, path=path).o, merge_state(*a, *b, path=path).o)
+    wide = torch.empty(65, 8, 128, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="overlaps"):
+        merge_state(wide[:64], a[1], *b, out=(wide[1:], out[1]), path=path)
+    with pytest.raises(ValueError, match="requires_grad"):
+        merge_state(a[0].float().requires_grad_(), a[1], b[0].float(), b[1], path=path)
+
+
+@pytest.mark.parametrize("path", KERNELS)
+def test_kept_calls_of_n_states_follow_their_tensors(path):
+    many = states(33, 4, 64, torch.float32, 5)
+    for seed in range(3):
+        many = [(o.clone(), lse + seed * i) for i, (o, lse) in enumerate(many)]
+        pile = torch.stack([o for o, _ in many]), torch.stack([lse for _, lse in many])
+        counts = torch.arange(33, device="cuda", dtype=torch.int32) % (3 + seed)
+        for form, options in (
+            (many, {}), (pile, {}), (pile, {"counts": counts}), (many[:2], {}),
+        ):  # fmt: skip
+            got = merge_states(form, path=path, **options)
+            want = merge_states(form, path="torch", **options)
+            torch.testing.assert_close(got.o, want.o, atol=1e-5, rtol=0)
+            torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("path", KERNELS)
+def test_chains_of_merges_wait_for_each_other(path):
+    # Kernels may start before the one ahead has ended: each must still see all that it wrote.
+    g = torch.Generator("cuda").manual_seed(1)
+    parts = torch.randn(200, 16, 8, 128, device="cuda", generator=g)
+    lses = torch.randn(200, 16, 8, device="cuda", generator=g)
+    want = merge_states((parts.double(), lses), path="torch")
+    for _ in range(5):
+        o, lse = parts[0].clone(), lses[0].clone()
+        for i in range(1, 200):
+            merge_state_(o, lse, parts[i], lses[i], path=path)
+        assert float((o - want.o).abs().max()) < 1e-3
+        assert float((lse - want.lse).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("path", KERNELS)
 def test_a_fresh_thread_can_launch(path):
     a, b = states(64, 8, 128, torch.bfloat16)
     want = merge_state(*a, *b, path=path)

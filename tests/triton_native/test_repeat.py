@@ -178,3 +178,122 @@ def test_a_plan_goes_without_the_garbage_collector():
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def layers():
+    """``layers(**spec)``: a backend, a plan, and functions that make tensors and run both ways."""
+    import attn_backends as ab
+    from attn_backends.triton_native.backend import TritonBackend
+
+    def make(**more):
+        fields = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16}
+        spec = ab.AttentionSpec(**{**fields, "page_size": 16, **more})
+        backend = TritonBackend(spec)
+        table = torch.randperm(300, device="cuda")[:258].reshape(2, 129).int()
+        batch = ab.Batch.from_lengths([1, 1], [2049, 77], page_table=table)
+        plan = backend.plan(batch)
+
+        def tensors():
+            q = torch.randn(2, 8, 64, device="cuda", dtype=torch.bfloat16)
+            cache = torch.randn(2, 300, 16, 2, 64, device="cuda").to(spec.kv)
+            return q, cache[0], cache[1]
+
+        def both(*args, **options):
+            """The repeat's result and the ordinary one; fails if nothing was repeated."""
+            repeat, called = plan.repeat, []
+            plan.repeat = lambda *a: called.append(repeat(*a)) or called[-1]
+            result = backend.run(*args, plan, **options)
+            plan.repeat = None
+            fresh = backend.plan(batch)
+            want = backend.run(*args, fresh, **{**options, "out": None})
+            plan.repeat = repeat
+            return called[0] is not None, result, want
+
+        return backend, plan, tensors, both
+
+    return make
+
+
+def assert_repeats(found, repeated=True):
+    was_repeated, got, want = found
+    assert was_repeated is repeated
+    assert torch.equal(got.o, want.o) and torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.gpu
+def test_layers_repeat_bit_for_bit_on_a_gpu(layers):
+    backend, plan, tensors, both = layers()
+    for _ in range(2):  # the first may have to compile
+        backend.run(*tensors(), plan)
+    for _ in range(3):
+        assert_repeats(both(*tensors()))
+    out = (
+        torch.empty(2, 8, 64, device="cuda", dtype=torch.bfloat16),
+        torch.empty(2, 8, device="cuda"),
+    )
+    for _ in range(2):
+        backend.run(*tensors(), plan, out=out)
+    found = both(*tensors(), out=out)
+    assert_repeats(found)
+    assert found[1].o is out[0]
+    q, k, v = tensors()
+    odd = torch.empty(2 * 8 * 64 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(2, 8, 64)
+    odd.copy_(q)
+    assert_repeats(both(odd, k, v), repeated=False)
+    with pytest.raises(ValueError, match=r"q\.dtype"):
+        backend.run(q.half(), k, v, plan)
+    with pytest.raises(ValueError, match="requires_grad"):
+        backend.run(q.requires_grad_(), k, v, plan)
+
+
+@pytest.mark.gpu
+def test_options_of_each_layer_are_its_own_on_a_gpu(layers):
+    backend, plan, tensors, both = layers(kv_dtype=torch.float8_e4m3fn)
+    options = lambda: {"sinks": torch.randn(8, device="cuda"), "k_scale": 0.5,  # noqa: E731
+                       "v_scale": torch.rand(1, device="cuda") + 0.5}  # fmt: skip
+    for _ in range(2):
+        backend.run(*tensors(), plan, **options())
+    for scale in (0.25, 0.75):
+        assert_repeats(both(*tensors(), **{**options(), "k_scale": scale}))
+    with pytest.raises(ValueError, match="k_scale"):
+        backend.run(*tensors(), plan, **{**options(), "k_scale": -1.0})
+
+
+@pytest.mark.gpu
+def test_graphs_streams_and_threads_repeat_on_a_gpu(layers):
+    import threading
+
+    backend, plan, tensors, _ = layers()
+    args = tensors()
+    want = backend.run(*args, plan)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        got = backend.run(*args, plan)
+    got.o.zero_()
+    graph.replay()
+    assert torch.equal(got.o, want.o)
+    results = []
+
+    def work():
+        results.extend(backend.run(*args, backend.plan(plan.batch)).o for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert len(results) == 15 and all(torch.equal(o, want.o) for o in results)
+
+
+@pytest.mark.multi_gpu
+def test_tensors_on_another_device_than_the_current_one_repeat(layers):
+    with torch.cuda.device(1):
+        backend, plan, tensors, _ = layers()
+        args = tensors()
+        want = backend.run(*args, plan)
+    for _ in range(3):
+        got = backend.run(*args, plan)
+        assert got.o.device.index == 1 and torch.equal(got.o, want.o)
