@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .gallery_data import Ratios, Source, left_out, panels, ratios, read, timed
+from .gallery_data import Rates, Ratios, Source, left_out, panels, rates, ratios, read, timed
 
 #: Goes up when pictures should be drawn anew though their data did not change.
 DRAWING = 2
@@ -59,7 +59,7 @@ _SPEED = {
     "mla": ("MLA decode", "gbps", "GB/s", "memory", "keys of the sequence"),
     "prefill": ("Prefill", "tflops", "TFLOP/s", "tensor", "tokens of a sequence"),
     "extend": ("Extend over a paged prefix", "tflops", "TFLOP/s", "tensor", "keys"),
-    "cascade": ("Decode over a shared prefix", "gbps", "GB/s", "memory", "keys of a sequence"),
+    "cascade": ("Decode over a shared prefix", "median_us", "us", "", "keys of a sequence"),
     "merge": ("Merge", "gbps", "GB/s", "memory", "tokens"),
 }
 _ORDER = [*_SPEED, "host"]
@@ -68,8 +68,8 @@ _NOTES = {
     "mla": "Absorbed MLA computes 2 (576 + 512) FLOP a head on 1152 bytes of each key: 30 "
     "FLOP/byte with 16 heads, 242 with 128. An H200 is bound by arithmetic from 206 on; the "
     "dashed line is then out of reach.",
-    "cascade": "Traffic counts shared keys once, so plain decode, which reads them for every "
-    "sequence, stays far from the dashed line.",
+    "cascade": "Time of one layer, less is better. `plain` reads shared keys for every sequence, "
+    "`cascade` once; `flashinfer-cascade` is FlashInfer's own.",
 }
 
 
@@ -84,10 +84,12 @@ def pictures(results: Path) -> list[Picture]:
     """
     found = []
     for folder in sorted(p for p in results.iterdir() if p.is_dir()):
-        sources = [s for s in map(read, folder.glob("*.json")) if s.bench in _ORDER]
+        files = [read(path) for path in sorted(folder.glob("*.json"))]
+        sources = [s for s in files if s.bench in _ORDER]
         sources.sort(key=lambda source: (_ORDER.index(source.bench), source.path.stem))
         found += [p for p in (_one(folder.name, source) for source in sources) if p is not None]
         found += _ratio_pictures(folder.name, sources)
+        found += [_engine(folder.name, s, groups) for s in files if (groups := rates(s))]
     return found
 
 
@@ -142,6 +144,22 @@ def _host(gpu: str, source: Source) -> Picture | None:
         return speed(title, shown, "us of the calling thread", None, "", "keys of the sequence")
 
     text = "Time of the calling thread, eager, without waiting for the device."
+    return Picture(f"{gpu}-{source.path.stem}", title, text, (source,), draw)
+
+
+def _engine(gpu: str, source: Source, groups: list[Rates]) -> Picture:
+    case = next(r["case"] for r in source.rows if "tokens_per_s" in r)
+    engine = source.path.stem.partition("-")[0]
+    version = source.meta.get("packages", {}).get(engine, "")
+    title = f"{engine} {version} on one {source.meta.get('gpu', gpu)} ({case['model']})"
+    turns = next(r["turns"] for r in source.rows if "turns" in r)
+    text = f"A whole engine by attention backend: median and range of {turns} turns."
+
+    def draw() -> Any:
+        from .gallery_plots import throughput
+
+        return throughput(title, groups)
+
     return Picture(f"{gpu}-{source.path.stem}", title, text, (source,), draw)
 
 

@@ -71,6 +71,30 @@ class Source:
         return ", ".join(facts)
 
 
+@dataclass(frozen=True)
+class Rates:
+    """Throughput of a whole engine under one workload.
+
+    Attributes:
+        title: The workload.
+        ranges: Slowest, median and fastest turn by backend, in tokens/s.
+    """
+
+    title: str
+    ranges: dict[str, tuple[float, float, float]]
+
+
+def rates(source: Source) -> list[Rates]:
+    """What engines reached, one group a workload; empty for other results."""
+    found: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for row in source.rows:
+        if "tokens_per_s" in row and "fastest" in row:
+            of_workload = found.setdefault(str(row["case"].get("workload", "")), {})
+            spread = (row["slowest"], row["tokens_per_s"], row["fastest"])
+            of_workload[row["backend"]] = spread
+    return [Rates(title, ranges) for title, ranges in found.items()]
+
+
 def read(path: Path) -> Source:
     """Read a results file.
 
@@ -277,12 +301,14 @@ __all__ = [
     "ASIDE",
     "OURS",
     "Panel",
+    "Rates",
     "Ratios",
     "Source",
     "is_rival",
     "left_out",
     "panels",
     "point_label",
+    "rates",
     "ratios",
     "read",
     "timed",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .gallery_data import ASIDE, Panel, Ratios
+from .gallery_data import ASIDE, Panel, Rates, Ratios
 
 #: One color a name, the same in every picture; ours are blue and red.
 COLORS = {
@@ -22,6 +22,9 @@ COLORS = {
     "torch": "#8a6d5a",
     "torch_native": "#8a6d5a",
     "copy": "#7a7a7a",
+    "attn_backends": "#1f5fbf",
+    "FLASH_ATTN": "#e08a1e",
+    "TRITON_ATTN": "#8a6d5a",
     "cascade-triton": "#1f5fbf",
     "plain-triton": "#8db4e8",
     "flashinfer-cascade": "#2a9d5c",
@@ -32,6 +35,7 @@ _MARKERS = "osD^vP*X"
 _INK, _PALE = "#222222", "#d9d9d9"
 _WIDEST = 2
 _TALLEST = 16
+_ROOM = 9.5
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -118,7 +122,7 @@ def _columns(labels: Sequence[str], width: float) -> int:
 
 
 def _height(panel: Panel) -> float:
-    return 3.2 if panel.sweep else max(2.4, 0.3 * len(panel.labels) + 0.9)
+    return 3.2 if panel.sweep else max(1.8, 0.3 * len(panel.labels) + 0.9)
 
 
 def _sweep(
@@ -185,36 +189,83 @@ def heat_map(title: str, groups: Sequence[Ratios]) -> Any:
     Returns:
         The figure.
     """
-    from matplotlib.colors import TwoSlopeNorm
-
     groups = [part for group in groups for part in _cut(group)]
-    widths = [max(1.1, 0.85 * len(g.rivals)) for g in groups]
-    rows = max(len(g.points) for g in groups)
-    words = max(len(point) for g in groups for point in g.points)
-    width = sum(widths) + (0.6 + 0.065 * words) * len(groups)
-    figure = new_figure(max(width, 0.1 * len(title) + 0.3), 0.27 * rows + 1.7)
-    grid = figure.subplots(1, len(groups), squeeze=False, width_ratios=widths)[0]
-    norm = TwoSlopeNorm(0.0, vmin=-1.0, vmax=1.0)  # log2: half to twice the speed
-    for axes, group in zip(grid, groups):
-        cells = [[math.nan if c is None else math.log2(c) for c in row] for row in group.cells]
-        axes.pcolormesh(cells, cmap="RdBu", norm=norm, edgecolors="white", linewidth=1.5)
-        for y, row in enumerate(group.cells):
-            for x, cell in enumerate(row):
-                if cell is not None:
-                    dark = abs(math.log2(cell)) > 0.75
-                    axes.text(
-                        x + 0.5, y + 0.5, f"{cell:.2f}", ha="center", va="center", fontsize=8,
-                        color="white" if dark else _INK,
-                    )  # fmt: skip
-        axes.set_ylim(rows, 0)
-        axes.set_xticks([x + 0.5 for x in range(len(group.rivals))], group.rivals)
-        axes.set_yticks([y + 0.5 for y in range(len(group.points))], group.points)
-        axes.xaxis.tick_top()
-        axes.tick_params(length=0, labelsize=8, colors=_INK)
-        axes.spines[:].set_visible(False)
-        axes.set_title(group.title, fontsize=9, fontweight="bold", color=_INK)
+    wide = [0.6 + 0.065 * max(map(len, g.points)) + max(1.1, 0.85 * len(g.rivals)) for g in groups]
+    lines: list[list[int]] = []
+    for i, width in enumerate(wide):
+        if not lines or sum(wide[j] for j in lines[-1]) + width > _ROOM:
+            lines.append([])
+        lines[-1].append(i)
+    heights = [0.27 * max(len(groups[i].points) for i in line) + 0.8 for line in lines]
+    width = max(sum(wide[i] for i in line) for line in lines)
+    figure = new_figure(max(width, 0.1 * len(title) + 0.3), sum(heights) + 0.5)
+    parts = figure.subfigures(len(lines), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, line in zip(parts, lines):
+        rows = max(len(groups[i].points) for i in line)
+        shares = [0.85 * len(groups[i].rivals) for i in line]
+        spare = width - sum(wide[i] for i in line)  # keeps cells of one size
+        shares += [spare] if spare > 1 else []
+        grid = part.subplots(1, len(shares), squeeze=False, width_ratios=shares)[0]
+        for axes, i in zip(grid, line):
+            _heat(axes, groups[i], rows)
+        for axes in grid[len(line) :]:
+            axes.set_visible(False)
     figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK, x=0.01, ha="left")
     return figure
 
 
-__all__ = ["COLORS", "heat_map", "new_figure", "speed"]
+def _heat(axes: Any, group: Ratios, rows: int) -> None:
+    from matplotlib.colors import TwoSlopeNorm
+
+    norm = TwoSlopeNorm(0.0, vmin=-1.0, vmax=1.0)  # log2: half to twice the speed
+    cells = [[math.nan if c is None else math.log2(c) for c in row] for row in group.cells]
+    axes.pcolormesh(cells, cmap="RdBu", norm=norm, edgecolors="white", linewidth=1.5)
+    for y, row in enumerate(group.cells):
+        for x, cell in enumerate(row):
+            if cell is not None:
+                dark = abs(math.log2(cell)) > 0.75
+                axes.text(
+                    x + 0.5, y + 0.5, f"{cell:.2f}", ha="center", va="center", fontsize=8,
+                    color="white" if dark else _INK,
+                )  # fmt: skip
+    axes.set_ylim(rows, 0)
+    axes.set_xticks([x + 0.5 for x in range(len(group.rivals))], group.rivals)
+    axes.set_yticks([y + 0.5 for y in range(len(group.points))], group.points)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, labelsize=8, colors=_INK)
+    axes.spines[:].set_visible(False)
+    axes.set_title(group.title, fontsize=9, fontweight="bold", color=_INK)
+
+
+def throughput(title: str, groups: Sequence[Rates]) -> Any:
+    """Tokens a second of an engine by backend: the median turn, and the range of all turns.
+
+    Args:
+        title: Of the whole picture.
+        groups: One for each workload.
+
+    Returns:
+        The figure.
+    """
+    names = list(dict.fromkeys(name for group in groups for name in group.ranges))
+    look = _look(names)
+    figure = new_figure(1.2 + 2.9 * len(groups), 0.36 * len(names) + 1.5)
+    grid = figure.subplots(1, len(groups), squeeze=False)[0]
+    for i, (axes, group) in enumerate(zip(grid, groups)):
+        for row, name in enumerate(names):
+            if name in group.ranges:
+                low, middle, high = group.ranges[name]
+                axes.plot([low, high], [row, row], color=look[name]["color"], linewidth=2)
+                axes.plot([middle], [row], markersize=6, **look[name])
+        axes.set_yticks(range(len(names)), names if i == 0 else [""] * len(names))
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_xlim(0, 1.06 * max(high for _, _, high in group.ranges.values()))
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
+        axes.set_xlabel("tokens/s", fontsize=8)
+        axes.set_title(group.title, fontsize=9, color=_INK)
+        _bare(axes, grid="x")
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK, x=0.01, ha="left")
+    return figure
+
+
+__all__ = ["COLORS", "heat_map", "new_figure", "speed", "throughput"]

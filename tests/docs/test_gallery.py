@@ -111,3 +111,19 @@ def test_every_name_and_value_is_in_the_picture(tmp_path: Path) -> None:
     assert {"triton", "fa3", "memory, data sheet: 4800 GB/s"} == legend
     cells = {text.get_text() for axes in heat.draw().axes for text in axes.texts}
     assert cells == {"2.00", "0.80"}
+
+
+def test_throughput_of_an_engine_shows_median_and_range(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    case = {"model": "a model", "dtype": "bfloat16", "workload": "decode"}
+    rows = [
+        {"bench": "tokens", "case": {"model": "a model"}, "backend": "ours", "tokens": 9},
+        {"bench": "throughput", "case": case, "backend": "ours", "tokens_per_s": 2000.0,
+         "slowest": 1500.0, "fastest": 2200.0, "turns": 5},
+    ]  # fmt: skip
+    results(tmp_path, rows, "engine-model")
+    (picture,) = gallery.pictures(tmp_path / "results")
+    assert "median and range of 5 turns" in picture.text
+    (axes,) = picture.draw().axes
+    drawn, middle = axes.lines
+    assert list(drawn.get_xdata()) == [1500.0, 2200.0] and list(middle.get_xdata()) == [2000.0]
