@@ -56,6 +56,14 @@ def available() -> bool:
     return _launch_function() is not None
 
 
+@cache
+def version() -> int:
+    """CUDA version of the driver, as 13000 for 13.0; 0 without one."""
+    found = ctypes.c_int()
+    library = _library()
+    return 0 if library is None or library.cuDriverGetVersion(ctypes.byref(found)) else found.value
+
+
 def offsets(formats: str) -> list[int]:
     """Byte offset of each argument; every one is aligned to its own size."""
     found, at = [], 0
@@ -220,4 +228,5 @@ __all__ = [
     "current_stream",
     "offsets",
     "parameters",
+    "version",
 ]

@@ -45,6 +45,7 @@ class Tuning(NamedTuple):
 TUNING = Tuning()
 MOST_BATCH = 8  # states that a thread has in flight
 PDL_CAPABILITY = (9, 0)  # first with programmatic dependent launch
+PDL_DRIVER = 12030  # first that captures it into graphs
 
 
 def macros(
@@ -336,7 +337,9 @@ class _Launches:
 
 @lru_cache(maxsize=64)
 def has_pdl(device: torch.device) -> bool:
-    """Whether kernels of this device may start while the one ahead still runs."""
+    """Whether kernels of this device may start while the one ahead still runs, in graphs too."""
+    if driver.version() < PDL_DRIVER:
+        return False
     return torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
 
 

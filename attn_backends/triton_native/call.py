@@ -101,12 +101,12 @@ class Call:
 
     def __init__(
         self, plan: TritonPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: AttentionOutput, extras: RunExtras, share: bool, key: Any,
+        out: AttentionOutput, extras: RunExtras, share: bool, form: Any,
     ) -> None:  # fmt: skip
         spec, batch, formats = plan.spec, plan.batch, plan.formats
         self.plan: TritonPlan = weakref.proxy(plan)  # which holds this: its buffers end with it
         # Everything that the compiler may specialise on, beside the constants.
-        self.key = (key, batch.page_table.stride(0) if batch.is_paged else 0)
+        self.key = (form, batch.page_table.stride(0) if batch.is_paged else 0)
         d, dv = spec.head_dim, spec.dv
         d0, d1 = split_lanes(d)
         dv0, dv1 = split_lanes(dv)

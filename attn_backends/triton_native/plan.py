@@ -322,14 +322,15 @@ class TritonPlan(Plan):
             v = k
         elif v.data_ptr() == k.data_ptr():
             share = v.stride() == k.stride()
-        key = (
+        form = (
             q.stride(), k.stride(), v.stride(), out.o.stride(), out.lse.stride(), out.o.dtype,
-            q.shape[0], q.dtype, k.dtype, share, extras.sinks is None, scale_kind(extras.k_scale),
+            q.dtype, k.dtype, share, extras.sinks is None, scale_kind(extras.k_scale),
             scale_kind(extras.v_scale),
         )  # fmt: skip
+        key = (q.shape[0], form)
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepared[key] = Call(self, q, k, v, out, extras, share, key)
+            call = self._prepared[key] = Call(self, q, k, v, out, extras, share, form)
         if self.device.interpreted or self.check_always or is_hooked():
             call(q, k, v, out, extras)
         else:
