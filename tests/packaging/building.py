@@ -36,13 +36,15 @@ def installed_name(source: Path) -> str:
     return str(source) if top == "attn_backends" else str(Path("attn_backends") / source)
 
 
-def build(work: Path, env: Mapping[str, str]) -> Path:
-    """Build a wheel from a copy of the sources below ``work``."""
+def build(work: Path, env: Mapping[str, str], origin: Path = ROOT) -> Path:
+    """Build a wheel from a copy of the sources of ``origin``, in ``work / "tree"``."""
     tree, out = work / "tree", work / "out"
     out.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE", *map(str, sources())):
+        if not (origin / name).exists():
+            continue
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tree / name)  # without times, as a fresh clone has them
+        shutil.copy(origin / name, tree / name)  # without times, as a fresh clone has them
     for name in ("registry", "adapters"):
         (tree / "attn_backends" / name).symlink_to(Path("..") / name)
     subprocess.run(
