@@ -22,7 +22,7 @@ from ..merge import merge_state, merge_states
 from . import report
 from .gate import Checked
 from .graph_timer import Times, copies_for
-from .merge_peers import PEERS, PairInputs, flashinfer_states
+from .merge_peers import PEERS, PairInputs, copies_of, flashinfer_states
 from .roofline import find_gpu
 from .runner import EAGER, GRAPH, Call, Found, Point, Way, measure_point, release, unchecked
 from .wall_timer import sync_of
@@ -171,11 +171,10 @@ def pair_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor
     x = PairInputs(o[0], lse[0], o[1], lse[1], *out)
 
     def ours(path: str) -> Call:
-        def call(i: int) -> Any:
-            target = (x.o[i], x.lse[i])
-            return merge_state(x.o_a[i], x.lse_a[i], x.o_b[i], x.lse_b[i], out=target, path=path)
-
-        return call
+        o_a, lse_a, o_b, lse_b, o, lse = copies_of(*x)
+        return lambda i: merge_state(
+            o_a[i], lse_a[i], o_b[i], lse_b[i], out=(o[i], lse[i]), path=path
+        )
 
     def copy() -> Call:
         half = case.bytes // 2  # as many bytes read and written as the merge moves in all

@@ -39,6 +39,11 @@ def _first(*names: str) -> Any:
     raise ImportError("; ".join(errors))
 
 
+def copies_of(*tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """The copies along the first dim; slicing inside a call would count as its host time."""
+    return [x.unbind(0) for x in tensors]
+
+
 def _keep(call: Call) -> Call:
     """Hold the last result of each copy, so that a graph writes each to memory of its own."""
     kept: dict[int, Any] = {}
@@ -53,17 +58,22 @@ def _keep(call: Call) -> Call:
 def flashinfer(x: PairInputs) -> Call:
     """``flashinfer.merge_state``: contiguous, base-2 logarithms."""
     merge = _first("flashinfer:merge_state", "flashinfer.cascade:merge_state")
-    s_a, s_b = x.lse_a.contiguous() * LOG2E, x.lse_b.contiguous() * LOG2E
-    return _keep(lambda i: merge(x.o_a[i], s_a[i], x.o_b[i], s_b[i]))
+    o_a, s_a, o_b, s_b = copies_of(
+        x.o_a, x.lse_a.contiguous() * LOG2E, x.o_b, x.lse_b.contiguous() * LOG2E
+    )
+    return _keep(lambda i: merge(o_a[i], s_a[i], o_b[i], s_b[i]))
 
 
 def _vllm(x: PairInputs, merge: Any) -> Call:
-    a, b = x.lse_a.mT.contiguous(), x.lse_b.mT.contiguous()  # [copies, H, T]
-    lse = torch.empty_like(a)
+    heads_first = x.lse_a.mT.contiguous(), x.lse_b.mT.contiguous()  # [copies, H, T]
+    out = torch.empty_like(heads_first[0])
+    o, o_a, a, o_b, b, lse, back = copies_of(
+        x.o, x.o_a, heads_first[0], x.o_b, heads_first[1], out, out.mT
+    )
 
     def run(i: int) -> Any:
-        merge(x.o[i], x.o_a[i], a[i], x.o_b[i], b[i], lse[i])
-        return x.o[i], lse[i].mT
+        merge(o[i], o_a[i], a[i], o_b[i], b[i], lse[i])
+        return o[i], back[i]
 
     return run
 
@@ -92,15 +102,19 @@ def sglang_triton(x: PairInputs) -> Call:
         "sglang.srt.layers.attention.triton_ops.merge_state:merge_state_triton",
         "merge_state:merge_state_triton",
     )
-    a, b = x.lse_a.contiguous(), x.lse_b.contiguous()
-    return lambda i: merge(x.o_a[i], a[i], x.o_b[i], b[i], x.o[i], x.lse[i])
+    o_a, a, o_b, b, o, lse = copies_of(
+        x.o_a, x.lse_a.contiguous(), x.o_b, x.lse_b.contiguous(), x.o, x.lse
+    )
+    return lambda i: merge(o_a[i], a[i], o_b[i], b[i], o[i], lse[i])
 
 
 def sglang_cuda(x: PairInputs) -> Call:
     """SGLang's compiled operator: contiguous, LSEs ``[T, H]``."""
     merge = _first("sgl_kernel:merge_state_v2")
-    a, b = x.lse_a.contiguous(), x.lse_b.contiguous()
-    return lambda i: merge(x.o_a[i], a[i], x.o_b[i], b[i], x.o[i], x.lse[i])
+    o_a, a, o_b, b, o, lse = copies_of(
+        x.o_a, x.lse_a.contiguous(), x.o_b, x.lse_b.contiguous(), x.o, x.lse
+    )
+    return lambda i: merge(o_a[i], a[i], o_b[i], b[i], o[i], lse[i])
 
 
 def flashinfer_states(o: torch.Tensor, lse: torch.Tensor) -> Call:
@@ -119,4 +133,4 @@ PEERS: dict[str, Callable[[PairInputs], Call]] = {
     "sglang-cuda": sglang_cuda,
 }
 
-__all__ = ["PEERS", "PairInputs", "flashinfer_states"]
+__all__ = ["PEERS", "PairInputs", "copies_of", "flashinfer_states"]
