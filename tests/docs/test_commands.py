@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pages import PAGES, ROOT, blocks, name_of
+from doc_pages import PAGES, ROOT, blocks, name_of
 
 #: Cheap here: no download, no GPU.
 RUN = {"list", "doctor", "explain", "roofline"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from pages import FENCE, PAGES, ROOT, anchors, blocks, name_of
+from doc_pages import FENCE, PAGES, ROOT, anchors, blocks, name_of
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

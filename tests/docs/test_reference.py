@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from docstrings import gaps
+from doc_strings import gaps
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mistakes import MISTAKES, message
+from doc_mistakes import MISTAKES, message
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/troubleshooting.md"
 SHOWN = re.findall(r"^```text\n(.*?)\n```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
