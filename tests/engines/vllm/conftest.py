@@ -133,6 +133,7 @@ class Engine:
             torch.set_default_dtype(before)
         self.layer = Layer(self.impl, dim)
         self.config.compilation_config.static_forward_context["layer"] = self.layer
+        self.asked = layer
         self.builder_class = builder.Builder
         self.generator = torch.Generator().manual_seed(7)
         self.cache = self._cache(layer.get("kv_cache_dtype", "auto"))
@@ -253,26 +254,26 @@ class Engine:
         return torch.cat(outs)
 
     def _one(self, q: torch.Tensor, request: Request, keys: int) -> torch.Tensor:
-        spec, group = self.impl.spec, self.heads // self.kv_heads
+        group = self.heads // self.kv_heads
         k, v = request.k[:keys], request.v[:keys]
-        if self.impl.is_fp8:
+        if self.asked.get("kv_cache_dtype", "auto") != "auto":
             k, v = (
-                (x.float() / s).to(spec.kv).double() * s.double()
+                (x.float() / s).to(torch.float8_e4m3fn).double() * s.double()
                 for x, s in ((k, self.layer._k_scale), (v, self.layer._v_scale))
             )
         k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
-        if spec.softcap is not None:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
+        if cap := self.asked.get("logits_soft_cap"):
+            scores = cap * torch.tanh(scores / cap)
         i = torch.arange(keys - len(q), keys)[:, None]
         j = torch.arange(keys)[None]
-        if self.impl.alibi_slopes is not None:
-            scores = scores - self.impl.alibi_slopes.double()[:, None, None] * (i - j).abs()
+        if slopes := self.asked.get("alibi_slopes"):
+            scores = scores - torch.tensor(slopes).double()[:, None, None] * (i - j).abs()
         hidden = j > i
-        if spec.window is not None:
-            hidden = hidden | (j < i - spec.window[0])
+        if width := self.asked.get("sliding_window"):
+            hidden = hidden | (j <= i - width)  # W tokens, the query's own included
         scores = scores.masked_fill(hidden, float("-inf"))
-        sinks = self.impl._given_sinks
+        sinks = self.asked.get("sinks")
         if sinks is not None:
             column = sinks.double()[:, None, None].expand(-1, len(q), 1)
             weights = torch.cat((scores, column), 2).softmax(2)[..., :-1]

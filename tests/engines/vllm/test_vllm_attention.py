@@ -81,7 +81,10 @@ def with_scales(made, k_scale, v_scale):
     return expected
 
 
-@pytest.mark.parametrize("backend, decode", [("triton", "triton"), ("torch_native", "triton")])
+@pytest.mark.parametrize(
+    "backend, decode",
+    [("triton", "triton"), ("torch_native", "triton"), ("triton", "torch_native")],
+)
 def test_the_triton_backend_stands_behind_it_too(engine, backend, decode):
     made = engine(backend, decode)
     assert made.builder.reorder_batch_threshold == (None if backend == decode else 1)
@@ -100,6 +103,7 @@ def test_two_backends_share_a_mixed_step(engine):
         ("triton", 0, 2),
         ("torch_native", 2, 9),
     ]
+    assert [p.plan.batch.q_lens for p in parts] == [(1, 1), (7,)]
     check(*made.step([(a, 1), (b, 1), (c, 7)]))
 
 

@@ -158,6 +158,17 @@ def test_orders_of_the_cache_are_permutations_with_the_head_dim_last(layout, lay
     assert order[-1] == len(order) - 1
 
 
+def test_keys_come_before_values_in_a_cache():
+    from attn_backends.engines.vllm.kv_cache import cache_views
+
+    older, newer = torch.randn(3, 2, 4, 5, 8), torch.randn(3, 5, 4, 16)
+    k, v = cache_views(older, torch.float32)
+    assert torch.equal(k, older[:, 0]) and torch.equal(v, older[:, 1])
+    k, v = cache_views(newer, torch.float32)
+    assert torch.equal(k, newer[..., :8].transpose(1, 2))
+    assert torch.equal(v, newer[..., 8:].transpose(1, 2))
+
+
 def test_a_cache_of_another_shape_is_refused():
     from attn_backends.engines.vllm.kv_cache import cache_views, stride_order
     from attn_backends.errors import UnsupportedCallError
