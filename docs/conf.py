@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 
 from attn_backends.version import __version__  # noqa: E402
 
@@ -35,3 +37,22 @@ napoleon_use_ivar = True  # an attribute of the docstring and the field itself a
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 80
+
+
+def leave_out_repository_links(app: Any, name: str, source: list[str]) -> None:
+    """Turn links to folders and pages that are in the repository only into their text."""
+    folder = (HERE / name).parent
+
+    def kept(match: re.Match[str]) -> str:
+        target = (folder / match["path"]).resolve()
+        elsewhere = HERE not in target.parents or HERE / "examples" in target.parents
+        only_there = target.is_dir() or (target.suffix == ".md" and elsewhere)
+        return match["text"] if target.exists() and only_there else match[0]
+
+    link = r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<path>[^)#:\s]+)[^)\s]*\)"
+    source[0] = re.sub(link, kept, source[0])
+
+
+def setup(app: Any) -> None:
+    """Sphinx calls this when it starts."""
+    app.connect("source-read", leave_out_repository_links)
