@@ -45,6 +45,8 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
 def _rows(rows: list[dict[str, Any]]) -> list[str]:
     if rows[0]["bench"] == "generate":
         return _markdown([{k: v for k, v in r.items() if k != "bench"} for r in rows])
+    if rows[0]["bench"].startswith("vllm"):
+        return _engine(rows)
     grouped: dict[tuple[str, str, str], dict[str, float]] = {}
     for r in rows:
         if not r.get("right", True):
@@ -63,6 +65,32 @@ def _rows(rows: list[dict[str, Any]]) -> list[str]:
             for (bench, shape, mode), times in grouped.items()
         ]
     )
+
+
+def _engine(rows: list[dict[str, Any]]) -> list[str]:
+    """Runs of a whole engine: agreement of tokens, then throughput with its range over turns."""
+    tokens = [
+        {
+            "model": f"{r['case']['model']}, {r['case']['dtype']}",
+            "backend": r["backend"],
+            "against": r["reference"],
+            "equal sequences": f"{r['equal_sequences']} of {r['sequences']}",
+            "tokens before a difference": f"{100 * r['equal_tokens']:.1f} %",
+            "largest gap of logits there": f"{r['max_gap']:.3f}",
+            "largest difference of a logprob": f"{r['max_logprob_difference']:.3f}",
+        }
+        for r in rows
+        if r["bench"].endswith("_tokens")
+    ]
+    rates: dict[tuple[str, str], dict[str, str]] = {}
+    for r in rows:
+        if r["bench"].endswith("_throughput"):
+            row = rates.setdefault((r["case"]["model"], r["case"]["workload"]), {})
+            row[f"{r['backend']}, tokens/s"] = (
+                f"{r['tokens_per_s']:.0f} ({r['slowest']:.0f} to {r['fastest']:.0f})"
+            )
+    speed = [{"model": m, "workload": w, **row} for (m, w), row in rates.items()]
+    return [*_markdown(tokens), *(["", *_markdown(speed)] if speed else [])]
 
 
 def _shape(case: dict[str, Any]) -> str:

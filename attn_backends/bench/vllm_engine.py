@@ -7,7 +7,6 @@ from call to result, without other processes between.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -75,14 +74,41 @@ def build(options: dict[str, Any]) -> Any:
     )
 
 
-def captured_steps() -> list[list[int]]:
-    """Requests, tokens and queries of the steps that our builders hold graphs for."""
-    if "attn_backends.engines.vllm.builder" not in sys.modules:
-        return []
-    from ..engines.vllm.builder import Builder
+class Watch:
+    """Counts what our builders do, as evidence that graphs were replayed.
 
-    builders = [each for each in gc.get_objects() if isinstance(each, Builder)]
-    return sorted({key for each in builders for _, key in each._captured})
+    Attributes:
+        sizes: Requests, tokens and queries of the steps that graphs were captured for.
+        steps: Steps that refilled the plan of a graph, and steps that were planned anew.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: set[tuple[int, int, int]] = set()
+        self.steps = {"replayed": 0, "planned": 0}
+
+    def install(self) -> None:
+        """Look over the shoulder of every builder from here on."""
+        from ..engines.vllm.builder import Builder
+
+        plain = Builder.build
+
+        def build(builder: Any, *args: Any, **kwargs: Any) -> Any:
+            step = plain(builder, *args, **kwargs)
+            part = next(iter(step.parts.values()))[0]
+            if part.plan.capacity is None:
+                self.steps["planned"] += 1
+            elif builder._capturing:
+                self.sizes |= {key for _, key in builder._captured}
+            else:
+                self.steps["replayed"] += 1
+            return step
+
+        Builder.build = build  # type: ignore[method-assign]
+
+    def take(self) -> dict[str, int]:
+        """Steps since this was last asked."""
+        steps, self.steps = self.steps, {"replayed": 0, "planned": 0}
+        return steps
 
 
 def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
@@ -122,14 +148,20 @@ def main() -> int:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)
     start = time.perf_counter()
+    watch = Watch()
+    if options["ours"]:
+        watch.install()
     llm = build(options)
     import vllm
 
     ready = {"ready": time.perf_counter() - start, "version": vllm.__version__}
-    answers.write(json.dumps(ready | {"captured": captured_steps()}) + "\n")
+    answers.write(json.dumps(ready | {"captured": sorted(watch.sizes)}) + "\n")
     for line in sys.stdin:
-        command = json.loads(line)
-        answers.write(json.dumps(generate(llm, command)) + "\n")
+        watch.take()
+        answer = generate(llm, json.loads(line))
+        if options["ours"]:
+            answer["steps"] = watch.take()
+        answers.write(json.dumps(answer) + "\n")
     # Skip the teardown of the engine: nothing is left to save.
     answers.flush()
     os._exit(0)

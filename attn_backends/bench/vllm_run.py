@@ -158,6 +158,7 @@ def start(
         "model": str(folder),
         "dummy": bool(model.config),
         "backend": real_backend(backend),
+        "ours": backend == OURS,
         "dtype": dtype,
         "compile": dtype in model.compiled,
         "capture": CAPTURE,
@@ -235,6 +236,7 @@ def agreement(engines: list[Engine], prompts: list[list[int]], deadline: float) 
                 "cached_prompt_tokens": answer["cached"],
                 "prompt_tokens": sum(map(len, prompts)),
                 **compare(reference, answer),
+                **{f"steps_{kind}": n for kind, n in answer.get("steps", {}).items()},
             }
         )
     return rows
@@ -314,10 +316,11 @@ def serve(
         prompts = random_ids(model.vocabulary)
     else:
         prompts = tokenized(smollm2_folder(options.gguf, folder))
+    asked = [dtype for dtype in model.runs if dtype in options.dtypes.split(",")]
     engines = [
         start(backend, model, dtype, folder, work, options.backend)
-        for dtype, backends in model.runs.items()
-        for backend in backends
+        for dtype in asked
+        for backend in model.runs[dtype]
     ]
     started, rows = {}, []
     try:
@@ -326,10 +329,10 @@ def serve(
             label = f"{name} {each.dtype} {each.backend}"
             started[label] = each.ready or {"failed": each.why()}
             print(label, "up" if each.ready else f"FAILED: {each.why()}", flush=True)
-        for dtype in model.runs:
+        for dtype in asked:
             up = [each for each in engines if each.dtype == dtype and each.ready]
             rows += agreement(up, prompts, deadline)
-        for dtype in model.compiled:
+        for dtype in set(asked) & set(model.compiled):
             up = [each for each in engines if each.dtype == dtype and each.ready]
             if up:
                 rows += throughput(up, prompts, options.turns, deadline)
@@ -346,7 +349,8 @@ def show(row: dict[str, Any]) -> str:
         return (
             f"{head} vs {row['reference']}: {row['equal_sequences']}/{row['sequences']} sequences, "
             f"{row['equal_tokens']:.4f} tokens, max gap {row['max_gap']:.4f}, beyond "
-            f"{row['beyond_top']}, logprob {row['max_logprob_difference']:.4f}"
+            f"{row['beyond_top']}, logprob {row['max_logprob_difference']:.4f}, replayed "
+            f"{row.get('steps_replayed', '-')}"
         )
     return (
         f"{head} {row['case']['workload']}: {row['tokens_per_s']:.0f} tokens/s "
@@ -358,6 +362,7 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="of smollm2, llama8")
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32", help="of each model")
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--turns", type=int, default=5)

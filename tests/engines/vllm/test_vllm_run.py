@@ -80,3 +80,12 @@ def test_an_engine_that_is_late_or_gone_is_left_out(tmp_path):
     assert gone.ask(None, time.monotonic() + 5) is None
     assert gone.why() == "ValueError: no such backend"
     assert vllm_run.agreement([gone], [[1]], time.monotonic() + 1) == []
+
+
+def test_tables_of_the_page_are_made_from_the_results():
+    from attn_backends.bench.tables import rewrite
+
+    page = Path(__file__).parents[3] / "docs" / "engines" / "vllm.md"
+    text = page.read_text()
+    assert text.count("tokens/s |") >= 1
+    assert rewrite(page) == text, "run python -m attn_backends.bench.tables docs/engines/vllm.md"
