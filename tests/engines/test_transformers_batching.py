@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import continuous_api
 
 from attn_backends import (
     BackendUnavailableError,
@@ -24,6 +26,7 @@ from attn_backends.engines.transformers.paged import ARGUMENT, Pages, page_table
 
 NEW = 4
 PAGE = 8
+HAS_INFERENCE_MODE = "use_inference_mode" in inspect.getsource(continuous_api)  # after 5.20
 HAS_PAGED_NAMES = "paged|sdpa" in AttentionInterface._global_mapping  # until 5.18
 SINKS = {"gemma2": "paged|eager", "gpt_oss": "paged|eager"}  # sdpa has no softcap and no sinks
 FULL = {"llama": 1.0, "mistral": 0.0, "qwen3": 0.5, "gemma2": 0.5, "gemma3": 0.5, "gpt_oss": 0.5}
@@ -162,15 +165,18 @@ def test_a_backend_that_cannot_take_the_pages_says_so(model_of, prompts, monkeyp
         attention._select(spec, "decode", torch.device("cpu"))
 
 
-def test_layers_of_a_step_share_a_plan_and_steps_do_not(model_of, prompts, monkeypatch):
+@pytest.mark.parametrize("inference", [False, True] if HAS_INFERENCE_MODE else [False])
+def test_layers_of_a_step_share_a_plan_and_steps_do_not(model_of, prompts, monkeypatch, inference):
     planned, calls = [], []
     make, spec = PackedLengths.batch, plug._spec
     monkeypatch.setattr(
         PackedLengths, "batch", lambda self, *a: planned.append(self) or make(self, *a)
     )
     monkeypatch.setattr(plug, "_spec", lambda *a: calls.append(a) or spec(*a))
-    with enable(backend="torch_native", override=("sdpa",)):
-        batch(model_of("llama", "sdpa", num_hidden_layers=3), prompts)
+    want = one_by_one(model_of("llama", num_hidden_layers=3), prompts)
+    model = model_of("llama", "sdpa", num_hidden_layers=3)
+    with enable(backend="torch_native", override=("sdpa",)), torch.inference_mode(inference):
+        assert batch(model, prompts) == want
     assert len(calls) == 3 * len(planned)
     assert len(planned) >= NEW
 
@@ -195,6 +201,8 @@ def test_lengths_that_were_written_to_are_not_the_same():
     with torch.inference_mode():  # such tensors do not count their writes
         starts = torch.tensor([0, 2, 3], dtype=torch.int32)
         assert make() != make()
+        step: list[Any] = [rows]
+        assert make(step=step) == make(step=step) != make(step=[rows])
 
 
 class _Cache:

@@ -161,8 +161,8 @@ def test_generate_gives_the_tokens_of_eager(model_of, tokens, dense, name, how):
 
 @pytest.mark.parametrize("how", ["assistant", "prompt_lookup"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_assisted_generation_gives_the_tokens_of_eager(model_of, tokens, name, how):
-    model, assistant = model_of(name), model_of(name, num_hidden_layers=1)
+def test_assisted_generation_gives_the_tokens_of_sdpa(model_of, tokens, name, how):
+    model, assistant = model_of(name, "sdpa"), model_of(name, "sdpa", num_hidden_layers=1)
     ids = tokens(1, 6).repeat(1, 2)
     arguments = dict(max_new_tokens=10, min_new_tokens=10, do_sample=False)
     arguments |= (

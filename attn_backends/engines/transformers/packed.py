@@ -23,8 +23,8 @@ from .paged import ARGUMENT, Pages, page_table, write_pages
 class PackedLengths:
     """Lengths of packed sequences, on the device.
 
-    Equal to another if they hold the same tensors and nothing was written to those in between,
-    so that the layers of a step share a plan without reading a length.
+    Equal to another if they come from the same step, or hold the same tensors and nothing was
+    written to those in between, so that the layers of a step share a plan without reading a length.
 
     Attributes:
         cu_q: ``[B+1]`` where each sequence's queries start.
@@ -39,6 +39,8 @@ class PackedLengths:
         page_size: Tokens per page; None if they lie in a row.
         capturing: Whether a CUDA graph is being captured. What was planned before a capture is not
             replayed with it, so such lengths never equal others.
+        step: An object that the layers of one step of continuous batching share, and no other
+            step: its list of indices. None outside.
     """
 
     cu_q: torch.Tensor
@@ -52,6 +54,7 @@ class PackedLengths:
     rows: torch.Tensor | None = None
     page_size: int | None = None
     capturing: bool = False
+    step: object = None
 
     first_row: ClassVar[int] = 0
     _key: tuple[Any, ...] = field(init=False, repr=False)
@@ -61,10 +64,12 @@ class PackedLengths:
 
     def _state(self) -> tuple[Any, ...]:
         tensors = [x for x in (self.cu_q, self.cu_k, self.rows) if x is not None]
+        bounds = (self.total_q, self.total_k, self.max_q_len, self.max_kv_len)
+        sizes = (*bounds, self.page_size, self.capturing)
+        if self.step is not None:
+            return (id(self.step), *map(id, tensors), *sizes)
         if any(x.is_inference() for x in tensors):  # those do not count their writes
             return (id(self),)
-        sizes = (self.total_q, self.total_k, self.max_q_len, self.max_kv_len)
-        sizes = (*sizes, self.page_size, self.capturing)
         return (*map(id, tensors), *(x._version for x in tensors), *sizes)
 
     def __eq__(self, other: object) -> bool:
@@ -132,7 +137,7 @@ def update_cache(
     if pages is not None and not _same(key, pages.new_key):
         fix = "enable(paged=False) gathers keys before the model changes them"
         raise refusal(name, Reason("key", "changed after cache.update", "as written", fix))
-    cache = kwargs.get("cache")
+    cache: Any = kwargs.get("cache")
     if pages is not None or not hasattr(cache, "update") or not _is_paged(kwargs):
         return key, value, pages
     layer: int = module.layer_idx  # type: ignore[assignment]
@@ -195,6 +200,7 @@ def packed_lengths(
         rows=None if pages is None else pages.rows,
         page_size=None if pages is None else pages.page_size,
         capturing=key.is_cuda and torch.cuda.is_current_stream_capturing(),
+        step=kwargs.get("read_index"),
     )
 
 

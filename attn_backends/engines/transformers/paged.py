@@ -103,7 +103,7 @@ def _locate(cache: Any, layer: int) -> tuple[int, torch.Tensor, torch.Tensor] | 
     allocators = getattr(cache, "layer_to_allocator", None)
     if allocators is not None:  # from 5.18
         allocator = allocators[layer]
-        if allocator.layer_type != "full_attention":
+        if allocator is not cache.cache_allocators.get("full_attention"):
             return None
         k_pages, v_pages = allocator.get_cache_for_block_table(layer)
         return allocator.index, k_pages, v_pages
