@@ -20,11 +20,14 @@ MAX_TOKENS = 64
 
 
 def has_vllm() -> bool:
-    """Whether the real vLLM is installed."""
+    """Whether the real vLLM is installed, with the classes that backends are made of."""
     module = sys.modules.get("vllm")
-    if module is not None:
-        return getattr(module, "__file__", None) is not None
-    return importlib.util.find_spec("vllm") is not None
+    if module is not None and getattr(module, "__file__", None) is None:
+        return False
+    try:
+        return importlib.util.find_spec("vllm.v1.attention.backend") is not None
+    except ImportError:
+        return False
 
 
 def _standin() -> Any:
@@ -93,6 +96,8 @@ class Engine:
         heads: H.
         kv_heads: HK.
         dim: D.
+        speculative: Tokens that speculation adds to a decode request.
+        device: Where it runs.
         layer: Further arguments of the layer.
     """
 
@@ -106,11 +111,13 @@ class Engine:
         kv_heads: int = 2,
         dim: int = 16,
         speculative: int = 0,
+        device: str = "cpu",
         **layer: Any,
     ) -> None:
         from attn_backends.engines.vllm import builder, impl
 
-        self.generation, self.dtype = generation, dtype
+        self.generation, self.dtype, self.device = generation, dtype, torch.device(device)
+        layer = {k: v.to(device) if torch.is_tensor(v) else v for k, v in layer.items()}
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         spec_config = SimpleNamespace(num_speculative_tokens=speculative, parallel_drafting=False)
         self.config = SimpleNamespace(
@@ -121,7 +128,7 @@ class Engine:
             parallel_config=SimpleNamespace(
                 decode_context_parallel_size=1, cp_kv_cache_interleave_size=1
             ),
-            device_config=SimpleNamespace(device="cpu"),
+            device_config=SimpleNamespace(device=device),
             use_v2_model_runner=False,
         )
         monkeypatch.setattr(impl, "get_current_vllm_config", lambda: self.config)
@@ -132,6 +139,7 @@ class Engine:
         finally:
             torch.set_default_dtype(before)
         self.layer = Layer(self.impl, dim)
+        self.layer._k_scale, self.layer._v_scale = torch.ones(2, device=device).unbind()
         self.config.compilation_config.static_forward_context["layer"] = self.layer
         self.asked = layer
         self.builder_class = builder.Builder
@@ -147,7 +155,7 @@ class Engine:
         """The builder of the layer's group, made when first asked for."""
         if self._built is None:
             kv_spec = SimpleNamespace(block_size=PAGE)
-            self._built = self.builder_class(kv_spec, ["layer"], self.config, torch.device("cpu"))
+            self._built = self.builder_class(kv_spec, ["layer"], self.config, self.device)
         return self._built
 
     def _cache(self, name: str) -> torch.Tensor:
@@ -158,12 +166,12 @@ class Engine:
             shape = (BLOCKS, self.kv_heads, PAGE, 2 * self.dim)
         # What no request wrote must not be read: 0x7f is NaN in float8 too.
         if dtype == torch.uint8:
-            return torch.full(shape, 0x7F, dtype=dtype)
-        return torch.full(shape, float("nan"), dtype=dtype)
+            return torch.full(shape, 0x7F, dtype=dtype, device=self.device)
+        return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
 
     def random(self, *shape: int) -> torch.Tensor:
         """Normal numbers in the dtype of the layer."""
-        return torch.randn(shape, generator=self.generator).to(self.dtype)
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
     def request(self, length: int, share: Request | None = None, shared: int = 0) -> Request:
         """A request of ``length`` tokens; its first ``shared`` blocks are another's, computed."""
@@ -203,17 +211,30 @@ class Engine:
         slots += [-1] * (rows - len(slots))
         seq_lens = torch.tensor(keys + [0] * pad, dtype=torch.int32)
         return CommonAttentionMetadata(
-            query_start_loc=starts.to(torch.int32),
+            query_start_loc=starts.to(self.device, torch.int32),
             query_start_loc_cpu=starts.to(torch.int32),
-            seq_lens=seq_lens,
+            seq_lens=seq_lens.to(self.device),
             num_reqs=num_reqs,
             num_actual_tokens=rows,
             max_query_len=max(lens),
             max_seq_len=max(keys),
-            block_table_tensor=table,
-            slot_mapping=torch.tensor(slots),
+            block_table_tensor=table.to(self.device),
+            slot_mapping=torch.tensor(slots, device=self.device),
             seq_lens_cpu_upper_bound=seq_lens.clone(),
         )
+
+    def inputs(
+        self, news: list[tuple[Request, int]], rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of a step, with random rows behind."""
+        q = self.random(rows, self.heads, self.dim)
+        k, v = (self.random(rows, self.kv_heads, self.dim) for _ in "kv")
+        at = 0
+        for request, n in news:
+            new = slice(request.computed, request.computed + n)
+            k[at : at + n], v[at : at + n] = request.k[new], request.v[new]
+            at += n
+        return q, k, v
 
     def step(
         self,
@@ -226,14 +247,7 @@ class Engine:
         """Run the layer over a step; returns its output and what it should be."""
         common = self.metadata(news) if metadata is None else metadata
         tokens = sum(n for _, n in news)
-        rows = common.num_actual_tokens + padding
-        q = self.random(rows, self.heads, self.dim)
-        k, v = (self.random(rows, self.kv_heads, self.dim) for _ in "kv")
-        at = 0
-        for request, n in news:
-            new = slice(request.computed, request.computed + n)
-            k[at : at + n], v[at : at + n] = request.k[new], request.v[new]
-            at += n
+        q, k, v = self.inputs(news, common.num_actual_tokens + padding)
         self.impl.do_kv_cache_update(self.layer, k, v, self.cache, common.slot_mapping)
         step = self.builder.build(0, common) if build is None else build(common)
         out = torch.full_like(q, float("nan"))
@@ -265,10 +279,13 @@ class Engine:
         scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
         if cap := self.asked.get("logits_soft_cap"):
             scores = cap * torch.tanh(scores / cap)
-        i = torch.arange(keys - len(q), keys)[:, None]
-        j = torch.arange(keys)[None]
+        i = torch.arange(keys - len(q), keys, device=q.device)[:, None]
+        j = torch.arange(keys, device=q.device)[None]
         if slopes := self.asked.get("alibi_slopes"):
-            scores = scores - torch.tensor(slopes).double()[:, None, None] * (i - j).abs()
+            scores = (
+                scores
+                - torch.tensor(slopes, device=q.device).double()[:, None, None] * (i - j).abs()
+            )
         hidden = j > i
         if width := self.asked.get("sliding_window"):
             hidden = hidden | (j <= i - width)  # W tokens, the query's own included

@@ -49,7 +49,7 @@ def test_prompts_are_the_same_every_time_and_share_four_beginnings(made):
     assert len({tuple(p[:200]) for p in prompts}) == 4
 
 
-def engine(code, tmp_path):
+def worker(code, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -62,7 +62,7 @@ def engine(code, tmp_path):
 
 def test_an_engine_is_asked_and_answers(tmp_path):
     echo = "import sys\nprint('{}', flush=True)\nfor l in sys.stdin: print(l, end='', flush=True)"
-    asked = engine(echo, tmp_path)
+    asked = worker(echo, tmp_path)
     soon = time.monotonic() + 30
     assert asked.ask(None, soon) == {}
     assert asked.ask({"max_tokens": 3}, soon) == {"max_tokens": 3}
@@ -71,10 +71,10 @@ def test_an_engine_is_asked_and_answers(tmp_path):
 
 
 def test_an_engine_that_is_late_or_gone_is_left_out(tmp_path):
-    late = engine("import time; time.sleep(60)", tmp_path)
+    late = worker("import time; time.sleep(60)", tmp_path)
     assert late.ask(None, time.monotonic() + 0.2) is None
     assert late.process.poll() is not None
-    gone = engine("raise SystemExit(1)", tmp_path)
+    gone = worker("raise SystemExit(1)", tmp_path)
     gone.process.wait()
     gone.log.write_text("loading\nValueError: no such backend\nbye\n")
     assert gone.ask(None, time.monotonic() + 5) is None
@@ -89,3 +89,26 @@ def test_tables_of_the_page_are_made_from_the_results():
     text = page.read_text()
     assert text.count("tokens/s |") >= 1
     assert rewrite(page) == text, "run python -m attn_backends.bench.tables docs/engines/vllm.md"
+
+
+def test_replayed_steps_are_counted(engine, monkeypatch):
+    from attn_backends.bench.vllm_engine import Watch
+    from attn_backends.engines.vllm.builder import Builder
+
+    monkeypatch.setattr(Builder, "build", Builder.build)  # taken back afterwards
+    watch = Watch()
+    watch.install()
+    made = served(engine)
+    common = made.metadata([(made.requests[0], 1)])
+    made.builder.build_for_cudagraph_capture(common)
+    made.builder.build(0, common)
+    made.builder.build(0, common)
+    assert watch.sizes == {(1, 1, 1)}
+    assert watch.take() == {"replayed": 2, "planned": 1}
+    assert watch.take() == {"replayed": 0, "planned": 0}
+
+
+def served(engine):
+    made = engine("triton")
+    made.step([(made.request(9), 4)])
+    return made
