@@ -12,12 +12,15 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from transformers.generation.continuous_batching import continuous_api
 
 from attn_backends import (
+    AttentionConfig,
     BackendUnavailableError,
     InvalidInputError,
     UnsupportedCallError,
+    configure,
     register_attention_backend,
 )
 from attn_backends.capabilities import IntSet
+from attn_backends.cli.generation import recorded_choices
 from attn_backends.engines.transformers import attention as plug
 from attn_backends.engines.transformers import enable, paged
 from attn_backends.engines.transformers.attention import Attention
@@ -142,6 +145,17 @@ def test_the_triton_kernels_read_the_pages(model_of, prompts, calls):
     assert got == one_by_one(model_of("llama"), prompts[:2])
     read = {lengths.max_q_len for lengths in calls if lengths.page_size == PAGE}
     assert 1 in read and max(read) > 1  # decode, and a chunk behind earlier keys
+
+
+def test_prefill_and_decode_take_the_backends_of_the_configuration(model_of, prompts):
+    before = configure(AttentionConfig(prefill="torch_native", decode="torch_sdpa"))
+    try:
+        with enable(override=("sdpa",)), recorded_choices() as choices:
+            got = batch(model_of("llama", "sdpa"), prompts)
+    finally:
+        configure(before)
+    assert got == one_by_one(model_of("llama"), prompts)
+    assert set(choices) == {("prefill", "torch_native"), ("decode", "torch_sdpa")}
 
 
 def test_a_backend_that_cannot_take_the_pages_says_so(model_of, prompts, monkeypatch):

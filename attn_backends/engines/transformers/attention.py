@@ -214,7 +214,7 @@ class Attention:
         assert lengths is not None
         phase = "decode" if lengths.max_q_len == 1 else "prefill"
         backend = self._select(spec, phase, query.device)
-        if isinstance(lengths, PackedLengths) and lengths.capturing:
+        if isinstance(lengths, PackedLengths) and lengths.paged and lengths.capturing:
             self._check_capture(backend)
         k, v, step = (pages.k, pages.v, 0) if pages is not None else kv_rows(key, value)
         q = query.transpose(1, 2).reshape(batch * q_len, heads, dim)
