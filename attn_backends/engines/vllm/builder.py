@@ -32,9 +32,15 @@ logger = init_logger("vllm.attn_backends")
 class Builder(AttentionMetadataBuilder[Step]):
     """Builds the ``Step`` of one group of layers, which share a block table.
 
+    Attributes:
+        reorder_batch_threshold: Most queries of the requests that vLLM puts in front; None where
+            one backend serves both phases.
+
     Raises:
         AttnBackendsError: No backend, or not the one that the settings name, can do a layer.
     """
+
+    reorder_batch_threshold: int | None
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device

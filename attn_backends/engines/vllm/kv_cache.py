@@ -51,7 +51,8 @@ def cache_views(kv_cache: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
     if kv_cache.dtype != dtype and kv_cache.element_size() == 1:
         kv_cache = kv_cache.view(dtype)
     if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
-        return kv_cache.unbind(1)
+        k, v = kv_cache.unbind(1)
+        return k, v
     if kv_cache.dim() == 4 and kv_cache.shape[3] % 2 == 0:
         k, v = kv_cache.transpose(1, 2).tensor_split(2, dim=3)
         return k, v
