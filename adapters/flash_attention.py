@@ -146,6 +146,24 @@ class FlashAttentionBackend(AdapterBackend):
             return _unique(loaded)
         return _unique([cls.dependency_reasons(chosen), *all_reasons])
 
+    @classmethod
+    def kernels(
+        cls,
+        spec: AttentionSpec,
+        phase: str,
+        device: torch.device,
+        options: BackendOptions | None = None,
+    ) -> list[str]:
+        """The build that would be taken, and the reasons against better ones."""
+        chosen = _options(options)
+        lines = []
+        for build in candidates(chosen, device):
+            reasons = build.reasons(spec, phase, device, chosen)
+            if not reasons:
+                return [build.label, *lines]
+            lines.append(f"not {build.label}: {'; '.join(map(str, reasons))}")
+        return lines
+
     def plan(self, batch: Batch, capacity: Capacity | None = None) -> Plan:
         """Prepare a batch; see the base class. Binds to a build if no device was given before."""
         if capacity is not None and self.build is None:

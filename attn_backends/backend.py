@@ -98,6 +98,28 @@ class AttentionBackend(ABC):
         return []
 
     @classmethod
+    def kernels(
+        cls,
+        spec: AttentionSpec,
+        phase: str,
+        device: torch.device,
+        options: BackendOptions | None = None,
+    ) -> list[str]:
+        """What would compute the calls of a phase, in words, for ``explain``.
+
+        Args:
+            spec: What the layer fixes; the backend has nothing against it.
+            phase: ``"prefill"`` or ``"decode"``.
+            device: Where calls would run.
+            options: The backend's options; None takes its defaults.
+
+        Returns:
+            A line for each kernel, with the reasons against better ones; nothing from backends
+            that have one.
+        """
+        return []
+
+    @classmethod
     def extra_reasons(
         cls,
         spec: AttentionSpec,

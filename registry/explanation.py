@@ -16,7 +16,7 @@ from .layers import Settings, resolve
 from .ranking import ranking
 from .registry import AUTO, known_names, lookup
 from .selection import check_call, choose, demanded, policy_reasons
-from .target import judge
+from .target import judge, parse_options
 from .tuning import TuningRow
 
 
@@ -34,6 +34,7 @@ class PhaseChoice:
         rejected: Every backend that is not chosen, with all its reasons.
         measured: Under ``auto``, the row of the tuning file that is followed, with its batches;
             None without one.
+        kernels: Which of its kernels the chosen backend would use, in its own words.
     """
 
     phase: str
@@ -44,12 +45,14 @@ class PhaseChoice:
     error: str | None
     rejected: Mapping[str, tuple[Reason, ...]]
     measured: TuningRow | None = None
+    kernels: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
             "phase": self.phase,
             "name": self.name,
+            "kernels": list(self.kernels),
             "layer": self.layer,
             "setting": self.setting,
             "ranking": self.ranking,
@@ -61,6 +64,7 @@ class PhaseChoice:
     def __str__(self) -> str:
         lines = [f"{self.phase}: {self.name or 'refused'} (chosen by {self.layer}"]
         lines[0] += f": {self.setting})" if self.setting else ")"
+        lines += [f"  by: {kernel}" for kernel in self.kernels]
         if self.ranking is not None:
             lines.append(f"  order: {self.ranking}")
         for point in () if self.measured is None else self.measured.points:
@@ -189,6 +193,11 @@ def _explain(
         elif not reasons and order is not None and name is not None:
             reasons = (order.not_first(other, name),)
         rejected[other] = reasons
+    kernels: list[str] = []
+    if name is not None:
+        options = settings.options.get(name)
+        able = getattr(lookup(name).load(), "kernels", None)  # factories have none
+        kernels = [] if able is None else able(spec, phase, device, _parsed(name, options))
     return PhaseChoice(
         phase=phase,
         name=name,
@@ -198,7 +207,12 @@ def _explain(
         error=error,
         rejected=rejected,
         measured=None if order is None else order.row,
+        kernels=tuple(kernels),
     )
+
+
+def _parsed(name: str, values: Mapping[str, Any] | None) -> Any:
+    return parse_options(lookup(name), values) if values else None
 
 
 __all__ = ["Explanation", "PhaseChoice", "explain"]

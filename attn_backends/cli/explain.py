@@ -96,6 +96,8 @@ def _show(out: Any, choice: PhaseChoice) -> None:
     by = f"{choice.layer}: {choice.setting}" if choice.setting else choice.layer
     verdict = choice.name or "refused"
     out.print(f"\n{choice.phase}: {verdict} (chosen by {by})", style="bold", soft_wrap=True)
+    for kernel in choice.kernels:
+        out.print(f"by: {kernel}", soft_wrap=True)
     if choice.ranking is not None:
         out.print(f"order: {choice.ranking}", soft_wrap=True)
     if choice.measured is not None and choice.measured.points:

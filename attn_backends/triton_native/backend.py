@@ -111,6 +111,31 @@ class TritonBackend(AttentionBackend):
             reasons.append(Reason("prefill_config", got, "None with hopper=True"))
         return reasons
 
+    @classmethod
+    def kernels(
+        cls,
+        spec: AttentionSpec,
+        phase: str,
+        device: torch.device,
+        options: BackendOptions | None = None,
+    ) -> list[str]:
+        """The split kernel for short queries; for longer ones that of Hopper or the plain one."""
+        from .hopper_prefill import hopper_reasons
+        from .plan import SHORT_ROWS
+
+        chosen = options if isinstance(options, TritonOptions) else TritonOptions()
+        if spec.batch_invariant:
+            return ["split-KV, keys cut at fixed positions (batch_invariant=True)"]
+        if phase == "decode" or spec.dv > 256:
+            return ["split-KV, the heads of a group packed into the rows"]
+        reasons = hopper_reasons(spec, device)
+        if chosen.hopper is False:
+            reasons.insert(0, Reason("hopper", "False", "None, True"))
+        lines = [f"split-KV for queries of up to {SHORT_ROWS} rows (tokens times group)"]
+        if reasons:
+            return [*lines, f"plain prefill for longer ones; not Hopper's: {_join(reasons)}"]
+        return [*lines, "warp-specialised prefill of Hopper for longer ones"]
+
     def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:
         from .plan import TritonPlan
 
@@ -129,6 +154,10 @@ class TritonBackend(AttentionBackend):
         out: AttentionOutput | None,
     ) -> AttentionOutput:
         return plan.run(q, k, v, extras, out)
+
+
+def _join(reasons: list[Reason]) -> str:
+    return "; ".join(map(str, reasons))
 
 
 __all__ = ["MAX_HEAD_DIM", "TritonBackend", "TritonOptions"]

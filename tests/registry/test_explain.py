@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import attn_backends as ab
 
@@ -104,3 +105,22 @@ def test_a_refused_call_is_explained_not_raised(spec: ab.AttentionSpec, register
     assert "refused" in str(choice)
     with pytest.raises(ab.UnknownBackendError):
         ab.explain(spec, backend="nope")
+
+
+def test_the_kernels_of_the_chosen_backend_and_what_stands_against_better_ones_are_shown():
+    pytest.importorskip("triton")
+    from attn_backends.triton_native.backend import TritonBackend, TritonOptions
+
+    cuda = torch.device("cuda")
+    spec = ab.AttentionSpec(32, 8, 96, dtype=torch.bfloat16)
+    lines = TritonBackend.kernels(spec, "prefill", cuda)
+    assert any("head_dim=96 (supported: 64, 128, 256)" in line for line in lines)
+    off = TritonBackend.kernels(spec, "prefill", cuda, TritonOptions(hopper=False))
+    assert any("hopper=False (supported: None, True)" in line for line in off)
+    assert "split-KV" in TritonBackend.kernels(spec, "decode", cuda)[0]
+
+    choice = ab.registry.PhaseChoice(
+        "prefill", "triton", "auto", "", None, None, {}, kernels=("one", "two")
+    )
+    assert "  by: one\n  by: two" in str(choice)
+    assert choice.to_dict()["kernels"] == ["one", "two"]
