@@ -85,7 +85,14 @@ class Report:
         return [r for r in self.rows if r.status == "failed"]
 
     def counts(self, requirement: str | None = None) -> dict[str, int]:
-        """Rows by status, of one requirement or of all."""
+        """Rows by status, of one requirement or of all.
+
+        Args:
+            requirement: Its name; None counts all rows.
+
+        Returns:
+            A count for each of ``STATUSES``.
+        """
         found = Counter(
             r.status for r in self.rows if requirement is None or r.requirement == requirement
         )
@@ -122,7 +129,14 @@ class Report:
         }
 
     def write(self, folder: str | Path) -> Path:
-        """Write ``conformance-<label>.json`` into a folder; returns its path."""
+        """Write ``conformance-<label>.json`` into a folder.
+
+        Args:
+            folder: Where; it is made if it is not there.
+
+        Returns:
+            The path of the file.
+        """
         path = Path(folder) / f"conformance-{self.label}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
@@ -172,6 +186,12 @@ def matrix(reports: Iterable[dict[str, Any]]) -> str:
     """A Markdown matrix, backend by requirement, from reports as plain data.
 
     A cell reads ``passed/tried``; ``-`` means that all cases were refused.
+
+    Args:
+        reports: What ``Report.to_json`` gives, one for each column.
+
+    Returns:
+        The table, with a row for each requirement.
     """
     reports = list(reports)
     names = list(dict.fromkeys(name for r in reports for name in r["requirements"]))
