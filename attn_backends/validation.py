@@ -20,9 +20,16 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 
+_SWITCH = "ATTN_BACKENDS_VALIDATE"
+_ENCODED = os.fsencode(_SWITCH) if os.name == "posix" else _SWITCH
+
+
 def deep_checks() -> bool:
     """Whether the debug switch asks for checks that read device memory."""
-    text = os.environ.get("ATTN_BACKENDS_VALIDATE")
+    raw = getattr(os.environ, "_data", None)
+    if type(raw) is dict and _ENCODED not in raw:  # nearly always, and asked for every plan
+        return False
+    text = os.environ.get(_SWITCH)
     return text is not None and boolean("VALIDATE", text.strip())
 
 

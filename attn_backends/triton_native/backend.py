@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
+from .. import driver
 from ..backend import AttentionBackend, BackendOptions, RunExtras
 from ..batch import Batch
 from ..capabilities import FEATURES, Capabilities, IntSet
@@ -139,8 +140,9 @@ class TritonBackend(AttentionBackend):
     def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:
         from .plan import TritonPlan
 
-        if batch.device.type == "cuda" and torch.cuda.current_device() != batch.device.index:
-            with torch.cuda.device(batch.device):
+        device = batch.device
+        if device.type == "cuda" and driver.current_device() != device.index:
+            with torch.cuda.device(device):
                 return TritonPlan(self, batch, capacity)
         return TritonPlan(self, batch, capacity)
 

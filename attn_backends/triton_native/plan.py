@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import driver
 from ..backend import RunExtras
 from ..batch import Batch
 from ..capacity import Capacity
@@ -265,7 +266,7 @@ class TritonPlan(Plan):
     def on_update(self) -> None:
         """Rebuild what depends on the lengths, on the current stream."""
         device = self.batch.device
-        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        if device.type == "cuda" and driver.current_device() != device.index:
             with torch.cuda.device(device):
                 return self.on_update()
         batch, spec = self.batch, self.spec

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import mul
 
 import triton
@@ -315,21 +316,45 @@ def choose_chunk(
         group: Query heads per KV head.
         block_n: Keys per tile.
     """
-    slots = processors * occupancy
     chunk = max(span_max, 1)
     if span_max * programs > EQUAL * work:
-        share = work * num_kv_heads / slots
+        share = work * num_kv_heads / (processors * occupancy)
         piece = FEW * share if FEW * share <= SHORT_PIECE else MANY * share
         return min(chunk, max(math.ceil(piece), min_chunk))
+    tiles = max(-(-span_max // block_n), 1)
     base = max(programs, 1) * num_kv_heads
+    return _choose_equal(
+        base, tiles, span_max // min_chunk, processors, occupancy, rate, group, block_n
+    )
+
+
+@lru_cache(maxsize=4096)
+def _choose_equal(
+    base: int, tiles: int, most: int, processors: int, occupancy: int, rate: float, group: int,
+    block_n: int,
+) -> int:  # fmt: skip
+    """``choose_chunk`` for sequences of equal lengths: the same while they stay in one key tile.
+
+    Args:
+        base: Row tiles of all KV heads.
+        tiles: Key tiles of the longest sequence.
+        most: Parts that it may be cut into.
+        processors: As in ``choose_chunk``, like the others.
+        occupancy: Programs per multiprocessor.
+        rate: Keys per microsecond.
+        group: Query heads per KV head.
+        block_n: Keys per tile.
+    """
+    slots = processors * occupancy
+    span, chunk = tiles * block_n, 1
     best, seen = math.inf, 0
     rows = max(base * group / (processors * MERGE_ROWS), 1.0)
     for wanted in (*range(occupancy + 1), *(occupancy * k for k in range(2, WAVES + 1))):
-        parts = max(min(processors * wanted // base, span_max // min_chunk), 1)
+        parts = max(min(processors * wanted // base, most), 1)
         if parts == seen:
             continue
         seen = parts
-        parts, size = _cut_host(span_max, 0, parts, block_n)
+        parts, size = _cut_host(span, 0, parts, block_n)
         full, rest = divmod(base * parts - 1, slots)
         rest += 1
         cost = full * wave_keys(slots, size, processors) + wave_keys(rest, size, processors)
