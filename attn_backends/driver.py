@@ -27,6 +27,7 @@ _STREAM_AT = 32
 # CUlaunchAttribute: an identifier and 64 bytes of value; this one is programmatic serialization.
 _ATTRIBUTES = ctypes.create_string_buffer(struct.pack("<i4xi60x", 6, 1), 72)
 _NO_CONTEXT = 201
+_MOST_POOLED = 64
 
 
 @cache
@@ -110,6 +111,23 @@ def _array(kind: Any, length: int) -> Any:
     return kind * length
 
 
+#: Memory, the table of argument addresses, and references to both as the driver takes them.
+Block = tuple[Any, Any, Any, Any]
+
+
+def _block(size: int, starts: list[int]) -> Block:
+    memory = _array(ctypes.c_char, _CONFIG.size + size)()
+    first = ctypes.addressof(memory) + _CONFIG.size
+    table = _array(ctypes.c_void_p, len(starts))(*[first + start for start in starts])
+    return memory, table, ctypes.byref(memory), ctypes.byref(table)
+
+
+@cache
+def _pool(formats: str) -> list[Block]:
+    """Blocks that launches of this form have left: making one takes longer than a launch."""
+    return []
+
+
 class Launch:
     """One kernel with its grid and arguments, ready to be launched again and again.
 
@@ -127,7 +145,7 @@ class Launch:
     """
 
     __slots__ = ("_attributes", "_call", "_config", "_count", "_function", "_idle", "_offsets",
-                 "_owner", "_pack", "_values", "_whole")  # fmt: skip
+                 "_owner", "_pack", "_pool", "_values", "_whole")  # fmt: skip
 
     def __init__(
         self, function: int, grid: tuple[int, int, int], threads: int, formats: str,
@@ -143,16 +161,23 @@ class Launch:
         self._offsets, self._whole, self._pack = _packing(formats, changing)
         self._call = _launch_function()
         self._owner = owner
-        self._idle: list[Any] = []
+        self._idle: list[Block] = []
+        self._pool = _pool(formats)
 
-    def _memory(self) -> tuple[Any, Any, Any, Any]:
-        """A block: config and arguments, the table of argument addresses, references to both."""
-        memory = _array(ctypes.c_char, _CONFIG.size + self._whole.size)()
+    def _memory(self) -> Block:
+        """A block of config and arguments, used before if there is one of this form."""
+        try:
+            block = self._pool.pop()
+        except IndexError:
+            block = _block(self._whole.size, self._offsets)
+        memory = block[0]
         _CONFIG.pack_into(memory, 0, *self._config)
         self._whole.pack_into(memory, _CONFIG.size, *self._values)
-        first = ctypes.addressof(memory) + _CONFIG.size
-        table = _array(ctypes.c_void_p, len(self._offsets))(*[first + o for o in self._offsets])
-        return memory, table, ctypes.byref(memory), ctypes.byref(table)
+        return block
+
+    def __del__(self) -> None:
+        if len(self._pool) < _MOST_POOLED:
+            self._pool.extend(self._idle)
 
     def __call__(self, stream: int, *changing: Any) -> None:
         """Launch on a stream of the current device.
@@ -164,7 +189,10 @@ class Launch:
         Raises:
             RuntimeError: The driver refused; the message has its words.
         """
-        block = self._idle.pop() if self._idle else self._memory()
+        try:  # no check before: another thread may come between
+            block = self._idle.pop()
+        except IndexError:
+            block = self._memory()
         memory, _, config, table = block
         self._pack(memory, _STREAM_AT, stream, self._attributes, self._count, *changing)
         code = self._call(config, self._function, table, None)
@@ -183,7 +211,10 @@ class Launch:
         Raises:
             RuntimeError: The driver refused; the message has its words.
         """
-        block = self._idle.pop() if self._idle else self._memory()
+        try:  # no check before: another thread may come between
+            block = self._idle.pop()
+        except IndexError:
+            block = self._memory()
         memory, _, config, table = block
         _CONFIG.pack_into(
             memory, 0, *grid, *self._config[3:7], stream, self._attributes, self._count
@@ -194,7 +225,7 @@ class Launch:
             self._retry(code, block)
         self._idle.append(block)
 
-    def _retry(self, code: int, block: tuple[Any, Any, Any, Any]) -> None:
+    def _retry(self, code: int, block: Block) -> None:
         """Launch again in a new thread, whose first launch finds no context; else raise."""
         if code == _NO_CONTEXT:
             bind_context()

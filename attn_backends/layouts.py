@@ -23,7 +23,7 @@ try:  # what torch's compiled code allocates by: no argument is looked at
 
     _empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
 except ImportError:
-    _empty_strided_cuda = None
+    _guards, _empty_strided_cuda = None, None  # type: ignore[assignment]
 
 
 def empty(
@@ -45,18 +45,19 @@ def guard(*tensors: Any) -> Callable[..., bool] | None:
         The function; None for tensors that ask for a gradient or are of a subclass, which need a
         closer look each time.
     """
-    if any(type(x) is not torch.Tensor or x.requires_grad for x in tensors):
-        return None
+    for x in tensors:
+        if type(x) is not torch.Tensor or x.requires_grad:
+            return None
     compiled = _compiled_guard(tensors) if _COMPILED else None
     return _plain_guard(tensors) if compiled is None else compiled
 
 
 def _compiled_guard(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
     try:
-        from torch._C._dynamo.guards import TensorGuards
-
         # None: no dimension is left open.
-        check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        check = _guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
         return check if check(*tensors) is True else None
     except Exception:  # private to torch: any change is met by the other way
         return None

@@ -80,6 +80,11 @@ class TritonBackend(AttentionBackend):
     )
     options: TritonOptions
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        #: Launchers by what their constants depend on, so that a step need not name them all.
+        self.launchers: dict[Any, Any] = {}
+
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
         """Whether Triton and the kernels load; the message of what went wrong is kept."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LOG2E = 1.4426950408889634
 #: Stands in for a scale of 0, so that masked scores stay -inf; exp2 of anything times it is 1.
 TINY_SCALE = 1.2e-38
+#: Launchers that a backend looks up without their constants: forget all rather than grow.
+MAX_LAUNCHERS = 4096
 
 COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -137,10 +139,11 @@ class Call:
         )  # fmt: skip
         self.out_strides = (*out.o.stride()[:2], *out.lse.stride())
         self.left, self.right = left or 0, right or 0
-        features = (
+        # What follows from ``key``, the spec and the plan's choices alone: see ``_launcher``.
+        features = lambda: (  # noqa: E731
             ("D", d), ("D0", d0), ("D1", d1), ("DV", dv), ("DV0", dv0), ("DV1", dv1),
         )  # fmt: skip
-        flags = (
+        flags = lambda: (  # noqa: E731
             ("HAS_LEFT", left is not None), ("HAS_RIGHT", right is not None),
             ("HAS_SOFTCAP", softcap is not None), ("HAS_ALIBI", spec.has_alibi),
             ("HAS_MASK", spec.has_mask), ("HAS_SINKS", extras.sinks is not None),
@@ -171,21 +174,44 @@ class Call:
         hopper = self.plan.device.arch >= 90 and config.block_m >= 64
         return config.warps if self.whole_vectors or not hopper else 2
 
-    def _bind_split(self, plan: TritonPlan, features: tuple, flags: tuple, extras: Any) -> None:
+    def _launcher(self, what: tuple, make: Callable[[], Launcher]) -> Launcher:
+        """The launcher of a kernel, made once for all plans of the backend.
+
+        Args:
+            what: The kernel's name and the plan's choices that its constants depend on.
+            make: Makes it.
+        """
+        known = self.plan.backend.launchers
+        key = (what, self.plan.device.arch, self.key)
+        found = known.get(key)
+        if found is None:
+            if len(known) >= MAX_LAUNCHERS:
+                known.clear()
+            found = known[key] = make()
+        return found
+
+    def _bind_split(
+        self, plan: TritonPlan, features: Callable[[], tuple], flags: Callable[[], tuple],
+        extras: Any,
+    ) -> None:  # fmt: skip
         spec, config = plan.spec, plan.split
         group, dvp = spec.group_size, next_power_of_2(spec.dv)
         merges = plan.bounds.slots > 0
         pdl = merges and plan.backend.options.pdl and plan.device.arch >= 90
         pdl = pdl and not plan.device.interpreted
-        constants = (
-            ("HK", spec.num_kv_heads), ("GROUP", group), ("GROUP_P2", next_power_of_2(group)),
-            *features, ("DVP", dvp), *flags, ("C0", plan.c0), ("PDL", pdl),
-            ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
-        )  # fmt: skip
-        stages = config.stages
-        if not self.share:
-            stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
-        self.split = launcher_of("split", constants, self._warps(config), stages, False)
+
+        def split_launcher() -> Launcher:
+            constants = (
+                ("HK", spec.num_kv_heads), ("GROUP", group), ("GROUP_P2", next_power_of_2(group)),
+                *features(), ("DVP", dvp), *flags(), ("C0", plan.c0), ("PDL", pdl),
+                ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
+            )  # fmt: skip
+            stages = config.stages
+            if not self.share:
+                stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
+            return launcher_of("split", constants, self._warps(config), stages, False)
+
+        self.split = self._launcher(("split", config, plan.c0, pdl), split_launcher)
         plan, table = self.plan, self.table
         self.split_tensors = lambda: (plan.items, plan.part_acc, plan.part_ml, table)
         self.split_at = (plan.items_at, plan.part_acc_at, plan.part_ml_at, table.data_ptr())
@@ -204,20 +230,27 @@ class Call:
             tiles = max(plan.batch.num_seqs * -(-rows // config.block_m), 1)
             parts = next_power_of_2(plan.bounds.slots // tiles)
             block_s = min(max(parts, 8), 64 if few else 16, 8192 // block_d)
-            constants = (
-                ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv), ("BLOCK_D", block_d),
-                ("HAS_SINKS", extras.sinks is not None),
-                ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0), ("IN_ORDER", plan.c0 > 0),
-                ("PDL", pdl), ("BLOCK_M", config.block_m), ("BLOCK_S", block_s),
-            )  # fmt: skip
-            self.merge = launcher_of("merge", constants, 4, 2, pdl)
+
+            def merge_launcher() -> Launcher:
+                constants = (
+                    ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv),
+                    ("BLOCK_D", block_d), ("HAS_SINKS", extras.sinks is not None),
+                    ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0), ("IN_ORDER", plan.c0 > 0),
+                    ("PDL", pdl), ("BLOCK_M", config.block_m), ("BLOCK_S", block_s),
+                )  # fmt: skip
+                return launcher_of("merge", constants, 4, 2, pdl)
+
+            what = ("merge", config.block_m, block_d, block_s, plan.c0, pdl)
+            self.merge = self._launcher(what, merge_launcher)
             self.merge_tensors = lambda: (plan.seqs, plan.part_acc, plan.part_ml)
             self.merge_at = (plan.seqs_at, plan.part_acc_at, plan.part_ml_at)
             self.merge_numbers = (*self.out_strides, rows, plan.part_rows, self.v_step)
             blocks = -(-spec.dv // block_d)
             self.merge_grid = (programs, blocks, 1)
 
-    def _bind_prefill(self, plan: TritonPlan, features: tuple, flags: tuple) -> None:
+    def _bind_prefill(
+        self, plan: TritonPlan, features: Callable[[], tuple], flags: Callable[[], tuple]
+    ) -> None:
         spec, batch, config = plan.spec, plan.batch, plan.prefill
         group = spec.group_size
         # Queries shorter than a tile share it with the other heads of their KV head.
@@ -225,14 +258,19 @@ class Call:
         packed = mean * 1.1 < config.block_m and batch.total_q * group < 2**31
         self.pack = group if packed else 1
         phases = config.phases and not spec.has_mask
-        constants = (
-            ("H", spec.num_heads), ("GROUP", group), *features, *flags,
-            ("SKIP_SHORT", plan.splits), ("PHASES", phases), ("HEADS_INNER", config.heads_inner),
-            ("PACK", self.pack),
-            ("BLOCK_B", min(max(next_power_of_2(batch.num_seqs + 1), 16), 1024)),
-            ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
-        )  # fmt: skip
-        self.prefill = launcher_of("prefill", constants, self._warps(config), config.stages, False)
+        block_b = min(max(next_power_of_2(batch.num_seqs + 1), 16), 1024)
+
+        def prefill_launcher() -> Launcher:
+            constants = (
+                ("H", spec.num_heads), ("GROUP", group), *features(), *flags(),
+                ("SKIP_SHORT", plan.splits), ("PHASES", phases),
+                ("HEADS_INNER", config.heads_inner), ("PACK", self.pack), ("BLOCK_B", block_b),
+                ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
+            )  # fmt: skip
+            return launcher_of("prefill", constants, self._warps(config), config.stages, False)
+
+        what = ("prefill", config, plan.splits, self.pack, block_b)
+        self.prefill = self._launcher(what, prefill_launcher)
         self.units = spec.num_heads // self.pack
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
         tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table)

@@ -171,9 +171,6 @@ def repeat_of(
     """
     if call.hopper or call.bytes or not call.steps or _OTHER in kinds(extras):
         return None
-    held = (*[x for x in tensors if x is not None], *[x for x in extras if x is not None])
-    if any(isinstance(x, torch.Tensor) and x.data_ptr() & 15 for x in held):
-        return None
     plain = all(x is None for x in extras)
     spare = call.steps[0].at[0]
     starts = call.plan.mask_indptr

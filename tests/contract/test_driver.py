@@ -98,6 +98,20 @@ def test_threads_do_not_see_each_others_arguments(fake):
     assert all(len({x[4], *x[-1]}) == 1 for x in library.launches)
 
 
+def test_memory_that_a_launch_leaves_is_written_anew(fake):
+    library = fake("Qif")
+    for n in (1, 2, 3):
+        launch = driver.Launch(n, (n, n, n), 32 * n, "Qif", (0, n, n / 2), 1, shared=n, pdl=n == 2)
+        launch(n, 10 * n)
+        launch.anew((9, 1, 1), 7, (5, 6, 0.5))
+        del launch
+    attributes = [[], [(6, 1)], []]
+    for n in (1, 2, 3):
+        first, anew = library.launches[2 * n - 2 : 2 * n]
+        assert first == (n, (n, n, n), (32 * n, 1, 1), n, n, attributes[n - 1], (10 * n, n, n / 2))
+        assert anew == (n, (9, 1, 1), (32 * n, 1, 1), n, 7, attributes[n - 1], (5, 6, 0.5))
+
+
 def test_a_refused_launch_raises_with_the_drivers_words(fake):
     library = fake("Q")
     library.codes = [1]

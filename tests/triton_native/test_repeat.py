@@ -113,7 +113,8 @@ def test_addresses_between_vectors_take_the_ordinary_way(made):
     _, k, v = qkv()
     odd = torch.empty(4 * 2 * 16 + 1)[1:].view(4, 2, 16)
     assert repeat(odd, k, v, None, None) is None and not log
-    assert made(odd, k, v)[0] is None
+    repeat, _, log = made(odd, k, v)
+    assert repeat(odd, k, v, None, None) is None and not log
 
 
 def test_values_that_are_keys_stay_so(made):
