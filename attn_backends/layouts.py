@@ -77,7 +77,7 @@ def _plain_guard(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool]:
 
 def _works() -> bool:
     """Whether torch's comparison tells apart what must be told apart."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
         x = torch.zeros(2, 3)
         check = _compiled_guard((x, torch.ones(2, 3)))
         if check is None:

@@ -17,9 +17,9 @@ from .. import driver
 from ..layouts import guard
 from ..output import AttentionOutput
 
-MAX_SHAPES = 4096  # token counts vary from step to step: forget all rather than grow
+MAX_SHAPES = 1024  # token counts vary from step to step: forget all rather than grow
 MAX_ALIKE = 4  # kept calls of one shape: other strides, dtypes, paths, modes of torch
-MAX_PLACES = 256  # addresses whose overlap is remembered per kept call
+MAX_PLACES = 64  # addresses whose overlap is remembered per kept call
 
 Settle = Callable[[tuple[int, ...]], "bool | None"]
 Fresh = Callable[[tuple[Any, ...]], tuple[torch.Tensor, torch.Tensor]]
