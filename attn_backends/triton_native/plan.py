@@ -349,9 +349,11 @@ class TritonPlan(Plan):
         q, k, values, v = tensors
         options = None if all(x is None for x in extras) else extras
         kind = (given, values is None, kinds(extras))
-        repeat = call.repeats.get(kind)
+        repeat, held = call.repeats.get(kind), (q, k, values, *(out if given else ()))
         if repeat is None:
-            repeat = repeat_of(call, (q, k, values, *(out if given else ())), extras, out, given)
+            repeat = repeat_of(call, held, extras, out, given)
+        elif repeat is self.repeat:  # which did not recognise them
+            repeat.watch(held, extras)
         if repeat is not None:
             self.repeat = call.repeats[kind] = repeat
             if repeat.launch(q, k, values, options, *out):

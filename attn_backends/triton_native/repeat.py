@@ -67,10 +67,18 @@ class Repeat:
         self._shared = v is None or k.data_ptr() == v.data_ptr()
         self._kinds = kinds(extras)
         self._plain = not any(self._kinds)
-        held = [x for x in tensors if x is not None]
-        fits = guard(*held, *[x for x in extras if isinstance(x, torch.Tensor)])
-        self._fits = fits or _never
+        self.watch(tensors, extras)
         self._o, self._lse = ((tuple(x.shape), x.stride(), x.dtype) for x in out)
+
+    def watch(self, tensors: tuple[Any, ...], extras: RunExtras) -> None:
+        """Recognise tensors like these from now on: modes of torch, such as autocast, tell too.
+
+        Args:
+            tensors: q, k, v or None, and o, lse if the caller gave them.
+            extras: The optional inputs.
+        """
+        held = [x for x in tensors if x is not None]
+        self._fits = guard(*held, *[x for x in extras if isinstance(x, torch.Tensor)]) or _never
 
     def __call__(
         self, q: Any, k: Any, v: Any, extras: tuple[Any, ...], out: Any

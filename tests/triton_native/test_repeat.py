@@ -150,6 +150,17 @@ def test_options_change_with_every_run(made):
     assert made(*qkv(), RunExtras(k_scale=1))[0] is None  # not a number a run may pass unchecked
 
 
+def test_another_mode_of_torch_is_learnt(made):
+    args = qkv()
+    repeat, _, _ = made(*args)
+    with torch.autocast("cpu", torch.bfloat16):
+        repeat(*args, None, None)  # taken or not: torch decides what it compares
+        repeat.watch(args, NONE)
+        assert repeat(*args, None, None) is not None
+    repeat.watch(args, NONE)
+    assert repeat(*args, None, None) is not None
+
+
 def test_profilers_and_other_devices_take_the_ordinary_way(made, monkeypatch):
     repeat, _, log = made(*qkv())
     monkeypatch.setattr(module, "is_hooked", lambda: True)
