@@ -1,0 +1,225 @@
+"""SGLang through this library against SGLang's own Triton backend: tokens, and tokens a second.
+
+    python -m attn_backends.bench.sglang_run --models smollm2,llama8 --json OUT.json
+
+Every engine is SGLang with its radix cache, chunked prefill and CUDA graphs of decode, all on the
+same GPU. Correctness first: greedy tokens of 64 prompts with shared prefixes; where two engines
+part, the reference's logits tell how near the two tokens were. Then throughput, the engines
+taking turns, and medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .report import save
+from .vllm_prompts import random_ids, tokenized
+from .vllm_run import Engine, agreement, smollm2_folder, throughput
+
+OURS = "attn_backends"
+REFERENCE = {"cuda": "triton", "cpu": "torch_native"}
+CAPTURE = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+
+#: Llama 3 8B with a quarter of its layers and of its vocabulary; its weights are drawn.
+LLAMA8 = dict(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=8,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=32000,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    tie_word_embeddings=False,
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to serve.
+
+    Attributes:
+        name: What results call it.
+        vocabulary: Tokens that random prompts draw from.
+        drawn: Whether its weights are random.
+    """
+
+    name: str
+    vocabulary: int
+    drawn: bool
+
+
+MODELS = {
+    "smollm2": Model("SmolLM2-135M-Instruct", 49152, False),
+    "llama8": Model("Llama-8B shape, 8 layers, random weights", 32000, True),
+}
+
+
+def llama8_folder(target: Path) -> Path:
+    """A checkpoint of the shape, with weights as wide as those that models start from."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA8, dtype=torch.bfloat16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.02)
+    model.save_pretrained(target)
+    del model
+    torch.cuda.empty_cache()
+    return target
+
+
+def start(
+    backend: str, model: Model, folder: Path, logs: Path, options: argparse.Namespace
+) -> Engine:
+    """Start a worker; it answers once its engine is up."""
+    more = dict(json.loads(options.engine))
+    if options.device == "cuda":
+        more = {
+            "cuda_graph_bs_decode": CAPTURE,
+            "cuda_graph_backend_prefill": options.prefill_graphs,
+            **more,
+        }
+    settings = {
+        "model": str(folder),
+        "backend": backend,
+        "dtype": options.dtype,
+        "page_size": options.page_size,
+        "max_total_tokens": options.tokens,
+        "context_length": 2048,
+        "more": {"device": options.device, **more},
+    }
+    label = f"{folder.name}-{options.dtype}-{backend}"
+    log = logs / f"{label}.log"
+    command = [sys.executable, "-m", "attn_backends.bench.sglang_engine", json.dumps(settings)]
+    process = subprocess.Popen(
+        [*command, str(log)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "ATTN_BACKENDS_BACKEND": options.backend},
+        start_new_session=True,
+    )
+    return Engine(backend, model, options.dtype, process, log)  # type: ignore[arg-type]
+
+
+def stop(engine: Engine) -> None:
+    """End a worker and the processes that SGLang started from it."""
+    try:
+        os.killpg(engine.process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    engine.process.wait()
+
+
+def serve(
+    name: str, work: Path, options: argparse.Namespace, deadline: float
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """All rows of a model, and how its engines started."""
+    model, folder = MODELS[name], work / name
+    if model.drawn:
+        prompts = random_ids(model.vocabulary)
+        llama8_folder(folder)
+    else:
+        prompts = tokenized(smollm2_folder(options.gguf, folder))
+    if options.prompts:
+        prompts = prompts[: options.prompts]
+    pair = (REFERENCE[options.device], OURS)
+    engines = [start(each, model, folder, work, options) for each in pair]
+    started, rows = {}, []
+    try:
+        for each in engines:
+            each.ready = each.ask(None, deadline) or {}
+            label = f"{name} {each.dtype} {each.backend}"
+            started[label] = each.ready or {"failed": each.why()}
+            print(label, "up" if each.ready else f"FAILED: {each.why()}", flush=True)
+        up = [each for each in engines if each.ready]
+        if len(up) == len(engines):
+            rows += agreement(up, prompts, deadline)
+            if options.turns:
+                rows += throughput(up, prompts, options.turns, deadline)
+    finally:
+        for each in engines:
+            stop(each)
+    for row in rows:
+        row["bench"] = row["bench"].replace("vllm", "sglang")
+        row["case"] |= {"page_size": options.page_size}
+    return rows, started
+
+
+def show(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    head = f"{row['case']['model'][:22]} {row['case']['dtype']} {row['backend']}"
+    if row["bench"] == "sglang_tokens":
+        return (
+            f"{head} vs {row['reference']}: {row['equal_sequences']}/{row['sequences']} sequences, "
+            f"{row['equal_tokens']:.4f} tokens, max gap {row['max_gap']:.4f}, beyond "
+            f"{row['beyond_top']}, logprob {row['max_logprob_difference']:.4f}, cached "
+            f"{row['cached_prompt_tokens']}/{row['prompt_tokens']}"
+        )
+    return (
+        f"{head} {row['case']['workload']}: {row['tokens_per_s']:.0f} tokens/s "
+        f"({row['slowest']:.0f}..{row['fastest']:.0f})"
+    )
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help="of smollm2, llama8")
+    parser.add_argument("--backend", default="triton", help="what stands behind the plug")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=100_000, help="slots of the pool")
+    parser.add_argument("--prefill-graphs", default="disabled", help="or breakable")
+    parser.add_argument("--device", default="cuda", choices=tuple(REFERENCE))
+    parser.add_argument("--engine", default="{}", help="further arguments of the engine, JSON")
+    parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
+    parser.add_argument("--prompts", type=int, default=0, help="only the first so many")
+    parser.add_argument("--turns", type=int, default=5, help="of throughput; 0 leaves it out")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
+    parser.add_argument("--logs", help="keep the engines' logs in this folder")
+    parser.add_argument("--json", help="results file")
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.limit
+    rows: list[dict[str, Any]] = []
+    started: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.models.split(","):
+            more, how = serve(name, Path(scratch), options, deadline)
+            rows, started = rows + more, started | how
+            for row in more:
+                print(show(row), flush=True)
+            save(options.json, "attn_backends.bench.sglang_run", rows, engines=started)
+        if options.logs:
+            Path(options.logs).mkdir(parents=True, exist_ok=True)
+            for log in Path(scratch).glob("*.log"):
+                (Path(options.logs) / log.name).write_text(log.read_text(errors="replace")[-60000:])
+    return 0 if rows else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
