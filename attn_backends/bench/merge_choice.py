@@ -3,6 +3,8 @@
     python -m attn_backends.bench.merge pairs many --json merge.json
     python -m attn_backends.bench.merge_choice merge.json --capability 9.0
 
+The results of ``merge sweep`` do as well: of its launch shapes those that are shipped count.
+
 Only points that both kernel paths computed rightly and whose layout the choice knows to be like
 others (contiguous outputs and LSEs) are taken. Entries of other devices stay.
 """
@@ -17,6 +19,7 @@ from typing import Any
 
 from ..merge import dispatch, measured
 from .merge import DTYPES
+from .merge_sweep import shipped_pair
 
 TARGET = Path(measured.__file__)
 Times = dict[tuple[tuple[int, int], str], tuple[tuple[int, float, float], ...]]
@@ -35,13 +38,16 @@ def times_of(rows: Iterable[dict[str, Any]], capability: tuple[int, int]) -> Tim
         plain = case["lse_layout"] == "token" and not case["empty"]
         if row["mode"] != "graph_cold" or not plain or not row["right"]:
             continue
-        if row["backend"] not in ("cuda", "triton"):
-            continue
         dtype = DTYPES[case["dtype"]]
         size = case["tokens"] * case["num_heads"] * case["head_dim"] * dtype.itemsize
+        paths = {"cuda": "cuda", "triton": "triton"}
+        if case["states"] == 2:
+            paths |= shipped_pair(size)
+        if row["backend"] not in paths:
+            continue
         kind = dispatch.kind_of(case["states"], case["head_dim"])
         if kind is not None:
-            points.setdefault((kind, size), {})[row["backend"]] = row["median_us"]
+            points.setdefault((kind, size), {})[paths[row["backend"]]] = row["median_us"]
     found: dict[Any, list[tuple[int, float, float]]] = {}
     for (kind, size), us in sorted(points.items()):
         if len(us) == 2:

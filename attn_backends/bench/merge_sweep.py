@@ -27,7 +27,9 @@ def _cuda_tunings(states: int) -> dict[str, cuda_merge.Tuning]:
         if unroll > 1 and (states > 2 or threads != 128):
             continue
         name = f"cuda[{threads}x{unroll} {_WORDS[spec]}{' pdl' if pdl else ''}"
-        shape = cuda_merge.Tuning(threads, unroll, ALWAYS if spec else NEVER, pdl=pdl)
+        shape = cuda_merge.Tuning(
+            threads, unroll, ALWAYS if spec else NEVER, pdl=pdl, large_from=ALWAYS
+        )
         if states <= cuda_merge.MOST_BATCH:
             found[name + "]"] = shape
             continue
@@ -44,6 +46,17 @@ def _triton_tunings() -> dict[str, triton_merge.Tuning]:
         name = f"triton[{warps} warps x{vectors} {_WORDS[spec]}{' pdl' if pdl else ''}]"
         found[name] = triton_merge.Tuning(warps, vectors, ALWAYS if spec else NEVER, pdl)
     return found
+
+
+def shipped_pair(size: int) -> dict[str, str]:
+    """Names in the sweep of the launch shapes that merge an output of ``size`` bytes, by path."""
+    cuda, triton = cuda_merge.TUNING, triton_merge.TUNING
+    when = _WORDS[size <= cuda.small_limit] + " pdl" * cuda.pdl
+    then = _WORDS[size <= triton.small_limit] + " pdl" * triton.pdl
+    return {
+        f"cuda[{cuda.pair_threads(size)}x{cuda.unroll} {when}]": "cuda",
+        f"triton[{triton.warps} warps x{triton.vectors} {then}]": "triton",
+    }
 
 
 def pair_sweep(case: Case) -> tuple[dict[str, Maker], torch.Tensor]:

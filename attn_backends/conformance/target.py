@@ -17,6 +17,7 @@ from ..plan import Plan
 from ..spec import AttentionSpec
 from .cases import Base, Case, describe
 from .inputs import Inputs, build
+from .oracle import Extras, Sequence
 from .tolerance import Expected, expect
 
 
@@ -125,6 +126,12 @@ class Target:
         """The exact answer of a case, shared by all backends of the process."""
         spec = spec or case.spec(self.base)
         return _expected(case, spec, self.device, self._rounds_row_sum(spec))
+
+    def expected_of(
+        self, spec: AttentionSpec, sequences: list[Sequence], extras: Extras
+    ) -> Expected:
+        """The exact answer of data that no case describes."""
+        return expect(spec, sequences, extras, rounds_row_sum=self._rounds_row_sum(spec))
 
     def _rounds_row_sum(self, spec: AttentionSpec) -> bool:
         if self.reasons(spec):

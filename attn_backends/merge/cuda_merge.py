@@ -26,6 +26,8 @@ class Tuning(NamedTuple):
 
     Attributes:
         threads: Aimed at per block; rows of odd widths take what wastes fewer.
+        large_threads: The same for a two-way merge of an output of more than ``large_from`` bytes.
+        large_from: See there.
         unroll: Rows of which a thread of a two-way merge loads vectors at once.
         small_limit: Most bytes of an output for which vectors are loaded before the weights are
             known; beyond, an output of weight 0 is not read.
@@ -40,6 +42,12 @@ class Tuning(NamedTuple):
     split: int = 8
     split_limit: int = 1 << 20
     pdl: bool = True
+    large_threads: int = 256
+    large_from: int = 1 << 22
+
+    def pair_threads(self, size: int) -> int:
+        """Threads aimed at for a two-way merge of an output of ``size`` bytes."""
+        return self.large_threads if size > self.large_from else self.threads
 
 
 TUNING = Tuning()
@@ -140,7 +148,8 @@ def prepare_pair(
     vectors = head_dim * o_a.element_size() // 16
     layout = _layout([o_a, lse_a, o_b, lse_b, out_o, out_lse], [lse_a, lse_b])
     tile, pdl = layout["TILE_TOKENS"], tuning.pdl and has_pdl(o_a.device)
-    small = o_a.numel() * o_a.element_size() <= tuning.small_limit
+    size = o_a.numel() * o_a.element_size()
+    small, tuning = size <= tuning.small_limit, tuning._replace(threads=tuning.pair_threads(size))
     defines = macros(o_a.dtype, out_dtype, head_dim, HAS_B=int(o_b is not None), **layout)
     defines |= pair_macros(vectors, tile, small=small, pdl=pdl, tuning=tuning)
     strides: tuple[int, ...] = ()

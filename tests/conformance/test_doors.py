@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -260,3 +261,28 @@ def test_options_given_as_text_are_read_by_their_types_and_name_the_report(tmp_p
         "flash_attention", "smoke", "cpu", (), options={"version": "2", "source": "a/b"}
     )
     assert report.write(tmp_path).name == "conformance-flash_attention-2-a_b.json"
+
+
+class RoundsRowSums(TorchNativeBackend):
+    """Sums probabilities as bf16 tensor cores do: declared, so it conforms."""
+
+    name = "rounds_row_sums"
+    capabilities = replace(TorchNativeBackend.capabilities, rounds_row_sum=True)
+
+    def _run(self, *args):
+        result = super()._run(*args)
+        if self.spec.dtype.itemsize <= 2:
+            result.lse.add_(0.9 * torch.finfo(self.spec.dtype).eps / 2)
+        return result
+
+
+class HidesIt(RoundsRowSums):
+    name = "hides_it"
+    capabilities = TorchNativeBackend.capabilities
+
+
+def test_a_declared_rounding_of_row_sums_is_granted_everywhere_and_an_undeclared_one_nowhere():
+    rules = {"requirements": ["lse", "plan_reuse", "extreme_logits", "options"]}
+    assert run_conformance(RoundsRowSums, **rules).ok
+    failing = run_conformance(HidesIt, **rules).failures
+    assert {"lse", "plan_reuse"} <= {row.requirement for row in failing}

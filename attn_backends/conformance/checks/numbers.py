@@ -10,7 +10,6 @@ from ..cases import Case, case
 from ..inputs import Inputs, place
 from ..oracle import Extras, Sequence
 from ..target import Target, require, require_lse, require_o
-from ..tolerance import expect
 from .base import check
 
 #: Logits of the keys of one sequence: the largest first, last, alone, and all of them tiny.
@@ -48,7 +47,7 @@ def check_extreme_logits(target: Target, case: Case) -> None:
             coarse = math.floor(logit / 64)
             seq.k[j, :, 0], seq.k[j, :, 1] = coarse, logit - 64 * coarse
     rebuilt = _rebuild(target, case, inputs.sequences)
-    want = expect(rebuilt.spec, rebuilt.sequences, Extras())
+    want = target.expected_of(rebuilt.spec, rebuilt.sequences, Extras())
     got = target.call(rebuilt)
     require(got.o.dtype == rebuilt.spec.out_dtype and dtype == rebuilt.q.dtype, "dtype changed")
     require(bool(torch.isfinite(got.o).all()), "o is not finite")
@@ -78,7 +77,7 @@ def check_softcap_range(target: Target, case: Case) -> None:
     root = 1.0 if abs(score) <= 1 else 100.0
     seq.q[..., 0], seq.k[..., 0] = score / root, root
     rebuilt = _rebuild(target, case, inputs.sequences)
-    want = expect(rebuilt.spec, rebuilt.sequences, Extras())
+    want = target.expected_of(rebuilt.spec, rebuilt.sequences, Extras())
     got = target.call(rebuilt)
     require(bool(torch.isfinite(got.lse).all()), "lse is not finite")
     require_o(got.o, want, rebuilt.spec)

@@ -16,7 +16,6 @@ from ..cases import Case, case
 from ..inputs import Inputs, on_device_only, place
 from ..oracle import Sequence
 from ..target import Target, nan_out, require, require_lse, require_o, require_same_bits
-from ..tolerance import expect
 from .base import check
 
 
@@ -96,7 +95,7 @@ def check_plan_reuse(target: Target, case: Case) -> None:
         # Every layer's keys lie where the shared page table says.
         data = place(case, spec, own.sequences, own.extras, own.kwargs, target.device)
         got = target.call(data, backend=backend, plan=plan)
-        want = expect(spec, data.sequences, data.extras)
+        want = target.expected_of(spec, data.sequences, data.extras)
         require_o(got.o, want, spec)
         require_lse(got.lse, want)
 
