@@ -172,7 +172,8 @@ def prefill_config(
 
     Args:
         arch: Compute capability, major times ten plus minor.
-        small: Whether tiles of 128 rows would leave multiprocessors without work.
+        small: Whether tiles of 128 rows would leave multiprocessors without work, or waste much of
+            it on the diagonal of short sequences.
         d: Head dim D.
         dv: Value dim DV.
         q_bytes: Bytes of an element in the products: 2 or 4.
