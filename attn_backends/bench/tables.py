@@ -45,7 +45,7 @@ def _kept(row: dict[str, Any]) -> dict[str, Any]:
 def _rows(rows: list[dict[str, Any]]) -> list[str]:
     if rows[0]["bench"] == "generate":
         return _markdown([{k: v for k, v in r.items() if k != "bench"} for r in rows])
-    if rows[0]["bench"].startswith("vllm"):
+    if rows[0]["bench"].endswith(("_tokens", "_throughput")):
         return _engine(rows)
     grouped: dict[tuple[str, str, str], dict[str, float]] = {}
     for r in rows:

@@ -7,6 +7,7 @@ every query reads them from there, those of its own step too.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from .pool import Pool
 from .reasons import call_reasons, layer_reasons, refusal, runner_reasons
 from .registration import NAME
 from .steps import Step
+
+logger = logging.getLogger(__name__)
 
 
 class Backend(AttentionBackend):
@@ -73,10 +76,12 @@ class Backend(AttentionBackend):
             raise refusal(*dict.fromkeys(reasons))
         dtype = runner.model_config.dtype
         found = dict.fromkeys(self._spec(layer, dtype) for layer in layers)
-        for phase in ("prefill", "decode"):
-            if _chosen(runner, phase) in (None, NAME):
-                for spec, _ in found:
-                    select(spec, phase=phase, device=self.device)
+        phases = [p for p in ("prefill", "decode") if _chosen(runner, p) in (None, NAME)]
+        for spec in dict.fromkeys(spec for spec, _ in found):
+            names = [
+                f"{phase}={select(spec, phase=phase, device=self.device).name}" for phase in phases
+            ]
+            logger.info("attn_backends: %s for %s", ", ".join(names), spec)
         return list(found)
 
     def _spec(self, layer: Any, dtype: torch.dtype) -> tuple[AttentionSpec, bool]:

@@ -20,7 +20,7 @@ _SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("enable_hisparse", False, "the keys of a request would not all be in the pool"),
     ("enable_mis", False, "items of one request need masks of their own"),
 )
-_GRAPHS = ("cuda_graph_backend_prefill", "full", "breakable, tc_piecewise or disabled")
+_GRAPHS = ("cuda_graph_backend_prefill", "full", "breakable, disabled")
 
 #: Kinds of pools whose layout is known.
 POOLS = ("MHATokenToKVPool", "SWAKVPool")
@@ -38,8 +38,7 @@ def runner_reasons(runner: Any) -> list[Reason]:
     """Reasons against a model runner, layers left aside."""
     reasons = []
     if getattr(runner, "use_mla_backend", False):
-        fix = "--disable-mla, or another attention backend"
-        reasons.append(Reason("attention_arch", "MLA", "MHA, GQA, MQA", fix))
+        reasons.append(Reason("attention_arch", "MLA", "MHA, GQA, MQA"))
     if getattr(runner.model_config, "is_encoder_decoder", False):
         reasons.append(Reason("is_encoder_decoder", "True", "False"))
     args = runner.server_args

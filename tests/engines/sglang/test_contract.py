@@ -92,6 +92,8 @@ def test_attributes_of_the_model_runner(sglang, beside) -> None:
     source = Path(importlib.util.find_spec("sglang.srt.model_executor.model_runner").origin)
     text = source.read_text()
     for name in beside("recorded").RUNNER:
+        if name == "kv_index_translator" and not is_recorded_version(beside):
+            continue  # it came after 0.5.17
         assert re.search(rf"\bself\.{name}\b", text), name
 
 

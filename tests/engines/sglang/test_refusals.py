@@ -60,6 +60,20 @@ def test_every_reason_is_told_at_once(serve) -> None:
     assert {r.argument for r in error.value.reasons} == {"attention_arch", "dcp_size", "enable_mis"}
 
 
+def test_an_encoder_beside_the_decoder_is_refused(serve) -> None:
+    server = serve(build=False)
+    server.runner.model_config.is_encoder_decoder = True
+    with pytest.raises(UnsupportedCallError, match="is_encoder_decoder=True"):
+        type(serve().backend)(server.runner)
+
+
+def test_a_temperature_by_length_is_refused(serve) -> None:
+    server = serve(build=False)
+    server.layers[0].xai_temperature_len = 1024
+    with pytest.raises(UnsupportedCallError, match="xai_temperature_len=1024"):
+        type(serve().backend)(server.runner)
+
+
 def test_layers_without_what_is_refused_are_accepted(serve) -> None:
     """The neighbors of the refusals above: a cap that is off, irope in a model without chunks."""
     serve(layers=({"logit_capping_method": "sigmoid"}, {"use_irope": True}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,25 @@ from attn_backends.errors import BackendUnavailableError
 ROOT = Path(__file__).resolve().parents[3]
 
 
+def homes() -> list:
+    """The modules of this SGLang that have the lists of choices, the newest home first."""
+    found = []
+    for name in ("sglang.srt.arg_groups.choices", "sglang.srt.server_args"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        if hasattr(module, "ATTENTION_BACKEND_CHOICES"):
+            found.append(module)
+    return found
+
+
 @pytest.fixture
 def tables(sglang):
     """SGLang's registry and its lists of choices, as they were before."""
-    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention import attention_registry
 
+    choices = homes()[0]
     lists = (
         choices.ATTENTION_BACKEND_CHOICES,
         choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
@@ -67,12 +81,8 @@ def test_a_name_that_somebody_else_holds_is_left_to_them(tables) -> None:
 
 
 def test_another_registry_is_told_apart(tables, monkeypatch) -> None:
-    from sglang.srt.arg_groups import choices
-
-    for module in (choices, sys.modules.get("sglang.srt.server_args")):
-        if module is not None:
-            monkeypatch.delattr(module, "add_attention_backend_choices", raising=False)
-    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)
+    for module in homes():
+        monkeypatch.delattr(module, "add_attention_backend_choices")
     with pytest.raises(BackendUnavailableError, match=r"supported: 0\.5\.17 to 0\.5\.23"):
         register()
     assert NAME not in tables[0]
