@@ -19,8 +19,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 
 from attn_backends.conformance.oracle import Extras, Sequence
 from attn_backends.conformance.tolerance import Expected, expect
-from attn_backends.engines.sglang.layers import layer_spec
 from attn_backends.engines.sglang.registration import create
+from attn_backends.spec import AttentionSpec
 
 SETTINGS = dict(
     speculative_algorithm=None,
@@ -256,6 +256,23 @@ class Server:
             return x.clone()
         return (x if scale is None else x / scale).to(self.kv_dtype)
 
+    def asked(self, layer: RadixAttention) -> AttentionSpec:
+        """What a layer asks for, read anew from SGLang's attributes."""
+        before = layer.sliding_window_size
+        decoder = layer.attn_type == AttentionType.DECODER
+        return AttentionSpec(
+            num_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.qk_head_dim,
+            head_dim_v=layer.v_head_dim,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            causal=decoder,
+            window=None if before == -1 else (before, 0 if decoder else before),
+            softcap=layer.logit_cap if layer.logit_cap > 0 else None,
+            sm_scale=layer.scaling,
+        )
+
     def exact(
         self,
         layer: RadixAttention,
@@ -264,7 +281,7 @@ class Server:
         sinks: torch.Tensor | None = None,
     ) -> Expected:
         """The right answer of a layer whose keys have been remembered, with its tolerance."""
-        spec = layer_spec(layer, self.dtype, self.kv_dtype, self.page_size)
+        spec = self.asked(layer)
         q = q.view(-1, spec.num_heads, spec.head_dim)
         sequences, row = [], 0
         for name, count in tokens.items():
