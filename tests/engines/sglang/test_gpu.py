@@ -16,7 +16,7 @@ BIG = dict(
     device="cuda", dtype=torch.bfloat16, heads=32, kv_heads=8, dim=128, context=4096
 )  # as in Llama 3 8B
 LAYERS = ({}, {"sliding_window_size": 127}, {"logit_cap": 30.0})
-EACH = pytest.mark.parametrize("backend", ["auto", "triton"])
+PAGES = pytest.mark.parametrize("page_size", [1, 64])
 
 
 @contextmanager
@@ -29,10 +29,9 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@EACH
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_prompts_prefixes_and_decode(serve, backend, page_size) -> None:
-    with ab.use(backend):
+@PAGES
+def test_prompts_prefixes_and_decode(serve, page_size) -> None:
+    with ab.use("auto"):
         server = serve(page_size=page_size, layers=LAYERS, **BIG)
         server.step("EXTEND", {"a": 300, "b": 1, "c": 65}, lse=True)
         server.share("a", "d", 256)
@@ -41,10 +40,9 @@ def test_prompts_prefixes_and_decode(serve, backend, page_size) -> None:
         server.step("MIXED", {"a": 1, "c": 40})
 
 
-@EACH
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_replayed_graphs(serve, beside, backend, page_size) -> None:
-    with ab.use(backend):
+@PAGES
+def test_replayed_graphs(serve, beside, page_size) -> None:
+    with ab.use("triton"):
         server = serve(page_size=page_size, layers=LAYERS, **BIG)
         server.step("EXTEND", {"a": 90, "b": 5, "c": 317, "d": 64})
         server.backend.init_cuda_graph_state(8, 8)
@@ -58,9 +56,8 @@ def test_replayed_graphs(serve, beside, backend, page_size) -> None:
         graphs[4].replay(["c", "b"], mirror=False)
 
 
-@EACH
-def test_replayed_graphs_of_a_pool_for_sliding_windows(serve, beside, backend) -> None:
-    with ab.use(backend):
+def test_replayed_graphs_of_a_pool_for_sliding_windows(serve, beside) -> None:
+    with ab.use("triton"):
         server = serve(page_size=16, layers=LAYERS[:2], windows=(1,), **BIG)
         server.step("EXTEND", {"a": 400, "b": 5})
         server.backend.init_cuda_graph_state(4, 4)
@@ -69,10 +66,9 @@ def test_replayed_graphs_of_a_pool_for_sliding_windows(serve, beside, backend) -
             graph.replay(names)
 
 
-@EACH
-def test_replayed_graphs_of_an_fp8_pool(serve, beside, backend) -> None:
+def test_replayed_graphs_of_an_fp8_pool(serve, beside) -> None:
     scale = torch.tensor(0.5, device="cuda")
-    with ab.use(backend):
+    with ab.use("triton"):
         layers = ({"scales": (scale, scale)}, {"scales": (0.25, 2.0)}, {})
         server = serve(page_size=16, kv_dtype=E4M3, layers=layers, **BIG)
         server.step("EXTEND", {"a": 200, "b": 5})
@@ -82,10 +78,9 @@ def test_replayed_graphs_of_an_fp8_pool(serve, beside, backend) -> None:
             graph.replay(names)
 
 
-@EACH
-def test_sinks(serve, backend) -> None:
+def test_sinks(serve) -> None:
     sinks = torch.randn(32, device="cuda").to(torch.bfloat16)
-    with ab.use(backend):
+    with ab.use("auto"):
         server = serve(page_size=16, layers=LAYERS[:2], **BIG)
         server.step("EXTEND", {"a": 200, "b": 5}, sinks=sinks, lse=True)
         server.step("DECODE", {"a": 1, "b": 1}, sinks=sinks, lse=True)
