@@ -156,7 +156,7 @@ class FlashAttentionBackend(AdapterBackend):
     ) -> list[str]:
         """The build that would be taken, and the reasons against better ones."""
         chosen = _options(options)
-        lines = []
+        lines: list[str] = []
         for build in candidates(chosen, device):
             reasons = build.reasons(spec, phase, device, chosen)
             if not reasons:

@@ -100,8 +100,8 @@ def _show(outcome: Outcome, path: Path) -> None:
     out = stdout()
     out.print(table("", head, rows))
     for device, phase in dict.fromkeys((r.device, r.phase) for r in outcome.tuning.rows):
-        order = ", ".join(order_of(outcome.tuning, device, phase))
-        out.print(f"{phase} on {device}, over all rows: {order}", soft_wrap=True)
+        overall = ", ".join(order_of(outcome.tuning, device, phase))
+        out.print(f"{phase} on {device}, over all rows: {overall}", soft_wrap=True)
     text = f"{outcome.measured} points measured in {outcome.seconds:.0f} s, {outcome.known} known"
     if outcome.left:
         text += f", {outcome.left} left out by the budget: the same command goes on"

@@ -344,7 +344,6 @@ class TritonPlan(Plan):
             result.o.copy_(out.o)
         return result
 
-
     def _launch_and_keep(
         self, call: Call, tensors: tuple[Any, ...], extras: RunExtras, out: AttentionOutput,
         given: bool,

@@ -26,8 +26,10 @@ H200 = {"processors": 132, "min_chunk": 64}
 
 
 @triton.jit
-def _choose_kernel(out_ptr, work, programs, span_max, processors, rate, min_chunk, HK: tl.constexpr,
-                   GROUP: tl.constexpr, BLOCK_N: tl.constexpr, OCCUPANCY: tl.constexpr):  # fmt: skip
+def _choose_kernel(
+    out_ptr, work, programs, span_max, processors, rate, min_chunk, HK: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_N: tl.constexpr, OCCUPANCY: tl.constexpr,
+):  # fmt: skip
     chunk = _choose_chunk(work * 1.0, programs * 1.0, span_max, processors, rate, min_chunk, HK,
                           GROUP, BLOCK_N, OCCUPANCY)  # fmt: skip
     tl.store(out_ptr, chunk)

@@ -146,7 +146,7 @@ class _Replay:
 
     def __init__(self, target: Target, case: Case, spec: AttentionSpec) -> None:
         self.target, self.spec = target, spec
-        bounds = dict(CAPACITY)
+        bounds: dict[str, Any] = dict(CAPACITY)
         if case.tag("steps") == "decode":
             bounds["max_seqlen_q"] = 1
         pages = -(-bounds["max_seqlen_k"] // spec.page_size) if spec.page_size else 0
