@@ -3,8 +3,8 @@
     python -m attn_backends.bench.attention_cuts --json cuts.json [--set d128 --set mla16]
 
 The best tile depends on the cut and the best cut on the tile, so every pair is timed, all pairs of
-a point in turn. ``triton_native/schedule.py`` holds the constants of the model, and
-``tests/triton_native/test_schedule.py`` holds the model to the rows that are published.
+a point in turn. ``triton_native/cuts.py`` holds the constants of the model, and
+``tests/triton_native/test_cuts.py`` holds the model to the rows that are published.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def many_config(
 ) -> SplitConfig | None:
     """Small tiles of which many programs fit, for batches that fill one wave of theirs.
 
-    None where none were measured to help: see ``schedule.prefers_many``.
+    None where none were measured to help: see ``cuts.prefers_many``.
     """
     if arch < 90 or block_m > 16 or q_bytes != 2 or kv_bytes != 2 or max(d, dv) > 128:
         return None

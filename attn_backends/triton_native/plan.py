@@ -26,10 +26,11 @@ from .configs import (
     split_config,
     split_lanes,
 )
+from .cuts import prefers_many
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
 from .launch import is_interpreted
 from .repeat import kinds, repeat_of
-from .schedule import prefers_many, split_bounds
+from .schedule import split_bounds
 
 #: More rows (tokens times group) than any sequence has: everything takes the split kernel.
 ALL_ROWS = 2**31 - 1

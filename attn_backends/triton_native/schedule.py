@@ -1,52 +1,21 @@
-"""How the split kernel's work is cut: a model of waves on the host, the work list on the device.
+"""The work list of the split kernel, made on the device by the cut that ``cuts`` chooses.
 
-The list is built on the device from the lengths there, one small launch per plan or update, so that
-a captured graph replays with new lengths and no length is ever copied to the host. What the host
-knows (exact lengths, or only upper bounds) sizes the list, and, if exact, chooses the cut.
-
-The model counts time in keys that one program visits alone, at ``rate`` keys per microsecond. A
-program alone on a multiprocessor cannot saturate its share of the memory, several together share
-what there is: ``wave`` keys of n programs that run at once take the longest of three bounds, the
-program's, the multiprocessor's and the memory's. Starting and merging cost microseconds. Constants
-were fitted to 360 measured points of an H200 (head dim 128, six tile shapes, 1 to 128 parts); the
-fit's error is 7 % for the default tile.
+The list is built from the lengths there, one small launch per plan or update, so that a captured
+graph replays with new lengths and no length is ever copied to the host. What the host knows (exact
+lengths, or only upper bounds) sizes the list, and, if exact, chooses the cut.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import mul
 
 import triton
 import triton.language as tl
 
-#: Cuts tried for equal lengths: up to this many full waves.
-WAVES = 4
-#: Programs per multiprocessor, each alone at full rate, that saturate the memory.
-SATURATION = 1.24
-#: Programs at full rate that one multiprocessor can feed.
-FEED = 1.6
-#: Microseconds: to start a program; more for each other one on its multiprocessor; to merge; more
-#: for each part.
-START, NEXT, MERGE, MERGE_PART = 4.0, 1.2, 0.8, 0.12
-#: Rows that a multiprocessor merges at once.
-MERGE_ROWS = 8
-#: What cutting costs in memory throughput: partial states are written between reads.
-CUT_LOSS = 1.04
-#: Lengths count as equal while the longest is at most this times the mean.
-EQUAL = 1.25
-#: Unequal lengths: pieces of 1.5 times an equal share if that is short, else of 0.7 times.
-SHORT_PIECE, FEW, MANY = 2048, 1.5, 0.7
-# The same for the device's copy of the model.
-_WAVES, _SATURATION, _FEED = tl.constexpr(WAVES), tl.constexpr(SATURATION), tl.constexpr(FEED)
-_START, _NEXT = tl.constexpr(START), tl.constexpr(NEXT)
-_MERGE, _MERGE_PART = tl.constexpr(MERGE), tl.constexpr(MERGE_PART)
-_MERGE_ROWS, _CUT_LOSS = tl.constexpr(MERGE_ROWS), tl.constexpr(CUT_LOSS)
-_EQUAL, _SHORT_PIECE = tl.constexpr(EQUAL), tl.constexpr(SHORT_PIECE)
-_FEW, _MANY = tl.constexpr(FEW), tl.constexpr(MANY)
+from .cuts import WAVES, choose_chunk, choose_chunk_on_device
+
 #: Batch-invariant chunks: sizes double after this many, then after every half as many.
 CHUNKS_BASE = tl.constexpr(64)
 
@@ -109,47 +78,6 @@ def _facts(cu_q_ptr, kv_len_ptr, b, num_seqs, left, short_rows, GROUP: tl.conste
     return q_start, q_len, kv_len, tiles, lo, tl.where(tiles > 0, kv_len - lo, 0)
 
 
-@triton.jit
-def _wave(n, size, processors):
-    """``wave_keys`` on the device."""
-    each = tl.ceil(n / processors)
-    return tl.maximum(1.0, tl.maximum(each / _FEED, n / (processors * _SATURATION))) * size
-
-
-@triton.jit
-def _choose_chunk(work, programs, span_max, processors, rate, min_chunk, HK: tl.constexpr,
-                  GROUP: tl.constexpr, BLOCK_N: tl.constexpr, OCCUPANCY: tl.constexpr):  # fmt: skip
-    """``choose_chunk`` on the device."""
-    slots = processors * OCCUPANCY
-    chunk = tl.maximum(span_max, 1)
-    if span_max * programs <= work * _EQUAL:
-        base = tl.maximum(programs, 1.0) * HK
-        best = 3.0e38
-        for k in tl.static_range(0, OCCUPANCY + _WAVES):
-            wanted = k if k <= OCCUPANCY else OCCUPANCY * (k - OCCUPANCY + 1)
-            parts = tl.floor(processors * wanted / base).to(tl.int32)
-            parts = tl.maximum(tl.minimum(parts, span_max // min_chunk), 1)
-            size = tl.cdiv(tl.cdiv(span_max, parts), BLOCK_N) * BLOCK_N
-            parts = tl.cdiv(span_max, tl.maximum(size, 1))
-            n = base * parts
-            full = tl.ceil(n / slots) - 1.0
-            rest = n - full * slots
-            cost = full * _wave(slots, size, processors)
-            cost += _wave(rest, size, processors)
-            rows = tl.maximum(base * GROUP / (processors * _MERGE_ROWS), 1.0)
-            merging = cost * _CUT_LOSS + (parts * rows * _MERGE_PART + _MERGE) * rate
-            cost = tl.where(parts > 1, merging, cost)
-            cost += ((tl.ceil(rest / processors) - 1.0) * _NEXT + _START) * rate
-            better = cost < best
-            best = tl.where(better, cost, best)
-            chunk = tl.where(better, size, chunk)
-    else:
-        share = work * HK / slots
-        piece = tl.where(share * _FEW <= _SHORT_PIECE, share * _FEW, share * _MANY)
-        chunk = tl.minimum(chunk, tl.maximum(tl.ceil(piece).to(tl.int32), min_chunk))
-    return tl.maximum(chunk, 1)
-
-
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "max_items", "left", "short_rows", "chunk", "splits", "processors", "rate",
@@ -181,8 +109,8 @@ def _schedule_kernel(
             work += tl.sum(tiles.to(tl.float32) * span.to(tl.float32), 0)
             programs += tl.sum(tiles.to(tl.float32), 0)
             span_max = tl.maximum(span_max, tl.max(span, 0))
-        chunk = _choose_chunk(work, programs, span_max, processors, rate, min_chunk, HK, GROUP,
-                              BLOCK_N, OCCUPANCY)  # fmt: skip
+        chunk = choose_chunk_on_device(work, programs, span_max, processors, rate, min_chunk, HK,
+                                       GROUP, BLOCK_N, OCCUPANCY)  # fmt: skip
     chunk = tl.maximum(chunk, 1)
 
     my_q, my_q_len, my_kv, my_tiles, my_lo, my_span = _facts(
@@ -279,101 +207,6 @@ class SplitBounds:
     chunk: int
 
 
-def wave_keys(n: int, size: int, processors: int) -> float:
-    """Time, in keys of a program alone, of ``n`` programs that run at once over ``size`` keys."""
-    return size * max(1.0, -(-n // processors) / FEED, n / (processors * SATURATION))
-
-
-def prefers_many(n: int, processors: int, occupancy: int, many: int) -> bool:
-    """Whether ``n`` uncut programs should rather run all at once, in tiles of higher occupancy.
-
-    That is so where the tiles of ``occupancy`` would leave a last wave that idles, and where the
-    smaller ones, each about half as fast alone, still saturate the memory together.
-    """
-    slots = processors * occupancy
-    if not slots < n <= processors * many or n < 2 * processors * SATURATION:
-        return False
-    full, rest = divmod(n - 1, slots)
-    waves = full * wave_keys(slots, 1, processors) + wave_keys(rest + 1, 1, processors)
-    return n / (processors * SATURATION) < 0.97 * waves
-
-
-def choose_chunk(
-    work: int, programs: int, span_max: int, *, processors: int, occupancy: int, rate: float,
-    min_chunk: int, num_kv_heads: int, group: int, block_n: int,
-) -> int:  # fmt: skip
-    """Keys per part that the model finds fastest.
-
-    Args:
-        work: Keys visited by all row tiles of one KV head.
-        programs: Row tiles of one KV head.
-        span_max: Longest key range of a sequence.
-        processors: Multiprocessors.
-        occupancy: Programs that run at once on one.
-        rate: Keys per microsecond of a program alone.
-        min_chunk: Never cut finer.
-        num_kv_heads: HK.
-        group: Query heads per KV head.
-        block_n: Keys per tile.
-    """
-    chunk = max(span_max, 1)
-    if span_max * programs > EQUAL * work:
-        share = work * num_kv_heads / (processors * occupancy)
-        piece = FEW * share if FEW * share <= SHORT_PIECE else MANY * share
-        return min(chunk, max(math.ceil(piece), min_chunk))
-    tiles = max(-(-span_max // block_n), 1)
-    base = max(programs, 1) * num_kv_heads
-    return _choose_equal(
-        base, tiles, span_max // min_chunk, processors, occupancy, rate, group, block_n
-    )
-
-
-@lru_cache(maxsize=4096)
-def _choose_equal(
-    base: int, tiles: int, most: int, processors: int, occupancy: int, rate: float, group: int,
-    block_n: int,
-) -> int:  # fmt: skip
-    """``choose_chunk`` for sequences of equal lengths: the same while they stay in one key tile.
-
-    Args:
-        base: Row tiles of all KV heads.
-        tiles: Key tiles of the longest sequence.
-        most: Parts that it may be cut into.
-        processors: As in ``choose_chunk``, like the others.
-        occupancy: Programs per multiprocessor.
-        rate: Keys per microsecond.
-        group: Query heads per KV head.
-        block_n: Keys per tile.
-    """
-    slots = processors * occupancy
-    span, chunk = tiles * block_n, 1
-    best, seen = math.inf, 0
-    rows = max(base * group / (processors * MERGE_ROWS), 1.0)
-    for wanted in (*range(occupancy + 1), *(occupancy * k for k in range(2, WAVES + 1))):
-        parts = max(min(processors * wanted // base, most), 1)
-        if parts == seen:
-            continue
-        seen = parts
-        parts, size = _cut_host(span, 0, parts, block_n)
-        full, rest = divmod(base * parts - 1, slots)
-        rest += 1
-        cost = full * wave_keys(slots, size, processors) + wave_keys(rest, size, processors)
-        if parts > 1:
-            cost = CUT_LOSS * cost + (MERGE + MERGE_PART * parts * rows) * rate
-        cost += (START + (-(-rest // processors) - 1) * NEXT) * rate
-        if cost < best:
-            best, chunk = cost, size
-    return chunk
-
-
-def _cut_host(span: int, chunk: int, splits: int, block_n: int) -> tuple[int, int]:
-    parts = min(-(-span // block_n), splits) if splits else -(-span // chunk)
-    parts = max(parts, 1)
-    each = -(-span // parts)
-    size = max(-(-each // block_n) * block_n, block_n)
-    return max(-(-span // size), 1), size
-
-
 def split_bounds(
     q_lens: Sequence[int] | None, kv_lens: Sequence[int] | None, *, num_seqs: int, total_q: int,
     max_seqlen_q: int, max_seqlen_k: int, left: int | None, short_rows: int, block_m: int,
@@ -457,6 +290,6 @@ def _exact_bounds(
 
 
 __all__ = [
-    "CHUNKS_BASE", "SplitBounds", "_schedule_kernel", "choose_chunk", "chunk_of", "chunk_start",
-    "count_chunks", "prefers_many", "split_bounds", "wave_keys",
+    "CHUNKS_BASE", "SplitBounds", "_schedule_kernel", "chunk_of", "chunk_start", "count_chunks",
+    "split_bounds",
 ]  # fmt: skip

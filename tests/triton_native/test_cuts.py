@@ -13,10 +13,10 @@ import torch
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from attn_backends.triton_native.schedule import (  # noqa: E402
+from attn_backends.triton_native.cuts import (  # noqa: E402
     WAVES,
-    _choose_chunk,
     choose_chunk,
+    choose_chunk_on_device,
     prefers_many,
     wave_keys,
 )
@@ -30,8 +30,10 @@ def _choose_kernel(
     out_ptr, work, programs, span_max, processors, rate, min_chunk, HK: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_N: tl.constexpr, OCCUPANCY: tl.constexpr,
 ):  # fmt: skip
-    chunk = _choose_chunk(work * 1.0, programs * 1.0, span_max, processors, rate, min_chunk, HK,
-                          GROUP, BLOCK_N, OCCUPANCY)  # fmt: skip
+    chunk = choose_chunk_on_device(
+        work * 1.0, programs * 1.0, span_max, processors, rate, min_chunk, HK, GROUP, BLOCK_N,
+        OCCUPANCY,
+    )  # fmt: skip
     tl.store(out_ptr, chunk)
 
 
