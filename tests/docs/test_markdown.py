@@ -52,18 +52,42 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
-def test_capability_table_is_what_the_backends_declare() -> None:
-    code = "import sys; from attn_backends.cli.capability_table import rewrite as r; "
-    code += "text = open(sys.argv[1]).read(); print(r(text) == text)"
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/options.md"])
+def test_capability_table_is_what_backends_declare_and_what_the_last_runs_counted(page) -> None:
+    code = "import sys; from pathlib import Path; "
+    code += "from attn_backends.cli.capability_table import results_of, rewrite; "
+    code += "page = Path(sys.argv[1]); text = page.read_text(); "
+    code += "print(rewrite(text, results_of(page)) == text)"
     # The interpreter would add the CPU to what the Triton kernels run on.
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT / "README.md")],
+        [sys.executable, "-c", code, str(ROOT / page)],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.stdout.strip() == "True", (
-        f"run python -m attn_backends.cli.capability_table README.md\n{done.stderr}"
+        f"run python -m attn_backends.cli.capability_table {page}\n{done.stderr}"
     )
+
+
+def test_capability_table_tells_every_run_of_a_backend_and_which_have_none(tmp_path) -> None:
+    from attn_backends.cli.capability_table import capability_table
+
+    folder = tmp_path / "h200"
+    folder.mkdir()
+    for version, failed in (("2", 0), ("3", 5)):
+        report = {
+            "backend": "flash_attention", "options": {"version": version},
+            "meta": {"gpu": "NVIDIA H200"},
+            "counts": {"passed": 7, "refused": 2, "failed": failed, "xfailed": 0},
+        }  # fmt: skip
+        (folder / f"conformance-fa{version}.json").write_text(json.dumps(report))
+    head, _, *rows = capability_table(tmp_path).splitlines()
+    assert head.endswith("| conformance on one NVIDIA H200 |")
+    last = {row.split("`")[1]: row.rsplit("|", 2)[1].strip() for row in rows}
+    assert last.pop("flash_attention") == (
+        "version 2: 7 passed, 2 refused; version 3: 7 passed, 2 refused, 5 failed"
+    )
+    assert set(last.values()) == {"not run"} and len(last) > 4
 
 
 def test_environment_page_lists_every_variable() -> None:
