@@ -21,6 +21,7 @@ from .errors import InvalidInputError, Reason, UnsupportedCallError
 from .merge import apply_sinks, merge_states
 from .output import AttentionOutput
 from .plan import Plan
+from .prefixes import PrefixCut, cut_where_it_pays
 from .registry import select
 from .spec import AttentionSpec
 
@@ -49,10 +50,14 @@ class CascadePlan:
 
     Attributes:
         levels: Backend and plan of each level, most shared first.
+        reason: Why there are as many.
     """
 
-    def __init__(self, levels: Sequence[tuple[AttentionBackend, Plan]]) -> None:
+    def __init__(
+        self, levels: Sequence[tuple[AttentionBackend, Plan]], reason: str = "as given"
+    ) -> None:
         self.levels = tuple(levels)
+        self.reason = reason
 
     def update(self, batches: Sequence[Batch]) -> None:
         """Refill the fixed buffers of every level before a graph replay.
@@ -74,6 +79,7 @@ class CascadePlan:
         v: torch.Tensor | Sequence[torch.Tensor | None] | None,
         *,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         k_scale: float | torch.Tensor | None = None,
         v_scale: float | torch.Tensor | None = None,
@@ -87,6 +93,7 @@ class CascadePlan:
                 per level, paged or ragged ``[Tk, HK, D]``.
             v: As ``k``; None takes the first DV lanes of ``k``.
             sinks: ``[H]`` float32, merged once at the end.
+            alibi_slopes: ``[H]`` float32; only where there is one level.
             mask: Flat bool ``[sum of q_len * kv_len]`` over the last level's own keys, True =
                 visible; exactly if the spec has a mask.
             k_scale: For fp8 caches, as in ``AttentionBackend.run``: a number, or float32 ``[]``,
@@ -102,6 +109,14 @@ class CascadePlan:
         """
         count = len(self.levels)
         keys, values = _per_level("k", k, count), _per_level("v", v, count)
+        if count == 1:
+            backend, plan = self.levels[0]
+            return backend.run(
+                q, keys[0], values[0], plan, sinks=sinks, alibi_slopes=alibi_slopes, mask=mask,
+                k_scale=k_scale, v_scale=v_scale, out=out,
+            )  # fmt: skip
+        if alibi_slopes is not None:
+            raise InvalidInputError.of("alibi_slopes", "given", f"None with {count} levels")
         states = []
         for i, (backend, plan) in enumerate(self.levels):
             own = mask if i == count - 1 else None
@@ -115,10 +130,11 @@ class CascadePlan:
 
 def plan_cascade(
     spec: AttentionSpec,
-    batches: Sequence[Batch],
+    batches: Batch | Sequence[Batch],
     *,
     backend: str | Sequence[str] | None = None,
     capacities: Sequence[Capacity] | None = None,
+    levels: int = 2,
 ) -> CascadePlan:
     """Plan attention over several levels of keys.
 
@@ -126,16 +142,54 @@ def plan_cascade(
         spec: What the layer fixes; causality and mask apply at the last level.
         batches: One batch per level, most shared first. Every level covers the same T queries:
             at a shared level a sequence is a group, its ``q_len`` the group's queries together.
+            Or the step as one paged batch: pages that sequences share are then found, and taken
+            together if an estimate of the traffic says that it pays; ``reason`` of the plan tells.
         backend: One name for all levels, one per level, or None to choose each.
-        capacities: One per level, to capture a CUDA graph.
+        capacities: One per level, to capture a CUDA graph; the levels must then be given.
+        levels: Most levels to cut one batch into, the suffix level included.
 
     Returns:
         A plan whose ``run`` serves every layer with this spec.
 
     Raises:
-        InvalidInputError: Levels disagree about the number of queries.
-        UnsupportedCallError: The spec has a window or ALiBi.
+        InvalidInputError: Levels disagree about the number of queries, or capacities are given
+            for levels that are not.
+        UnsupportedCallError: Levels are given, and the spec has a window or ALiBi.
     """
+    if isinstance(batches, Batch):
+        return _plan_where_it_pays(spec, batches, backend, capacities, levels)
+    return _plan_levels(spec, batches, backend, capacities, "as given")
+
+
+def _plan_where_it_pays(
+    spec: AttentionSpec,
+    batch: Batch,
+    backend: str | Sequence[str] | None,
+    capacities: Sequence[Capacity] | None,
+    levels: int,
+) -> CascadePlan:
+    if capacities is not None:
+        fix = "a graph has fixed levels: cut the batch with split_prefixes"
+        raise InvalidInputError.of("capacities", "given", "None with one batch", fix)
+    if backend is not None and not isinstance(backend, str):
+        allowed = "one name, or None, with one batch"
+        raise InvalidInputError.of("backend", f"{len(backend)} names", allowed)
+    cut = cut_where_it_pays(spec, batch, levels)
+    if len(cut.batches) > 1:
+        try:
+            return _plan_levels(spec, cut.batches, backend, None, cut.reason)
+        except UnsupportedCallError as error:  # the whole step may still be what it can do
+            cut = PrefixCut((batch,), f"one level: {error}")
+    return _plan_levels(spec, [batch], backend, None, cut.reason)
+
+
+def _plan_levels(
+    spec: AttentionSpec,
+    batches: Sequence[Batch],
+    backend: str | Sequence[str] | None,
+    capacities: Sequence[Capacity] | None,
+    reason: str,
+) -> CascadePlan:
     _check_levels(batches, None)
     count = len(batches)
     names = [backend] * count if backend is None or isinstance(backend, str) else list(backend)
@@ -143,21 +197,21 @@ def plan_cascade(
         raise InvalidInputError.of("backend", f"{len(names)} names", f"1 or {count}, the levels")
     if capacities is not None and len(capacities) != count:
         raise InvalidInputError.of("capacities", len(capacities), f"{count}, the levels")
-    levels = []
+    planned = []
     for i, level in enumerate(level_specs(spec, count)):
         batch = batches[i]
         phase = "decode" if batch.max_seqlen_q <= 1 else "prefill"
         chosen = select(level, phase=phase, device=batch.device, backend=names[i]).backend
         plan = chosen.plan(batch, None if capacities is None else capacities[i])
-        levels.append((chosen, plan))
-    return CascadePlan(levels)
+        planned.append((chosen, plan))
+    return CascadePlan(planned, reason)
 
 
 def cascade_attention(
     q: torch.Tensor,
     k: torch.Tensor | Sequence[torch.Tensor],
     v: torch.Tensor | Sequence[torch.Tensor | None] | None,
-    batches: Sequence[Batch],
+    batches: Batch | Sequence[Batch],
     *,
     causal: bool = True,
     softcap: float | None = None,
@@ -176,7 +230,8 @@ def cascade_attention(
         k: One paged cache ``[num_pages, page_size, HK, D]`` for all levels, or one tensor per
             level (all paged or all ragged).
         v: As ``k``; None takes the first ``head_dim_v`` lanes of ``k``.
-        batches: One per level, most shared first; see ``plan_cascade`` and ``split_prefixes``.
+        batches: One per level, most shared first, as ``split_prefixes`` cuts them; or one paged
+            batch, cut where that pays. See ``plan_cascade``.
         causal: Whether the last level is causal; shared keys are seen by every query.
         softcap: c in ``c * tanh(s / c)``, or None.
         sm_scale: Factor on ``q . k``; None is ``1 / sqrt(D)``.
@@ -194,8 +249,12 @@ def cascade_attention(
     Raises:
         InvalidInputError: An input is malformed; the message names it.
     """
-    _check_levels(batches, None)
-    first_k, first_v = _per_level("k", k, len(batches))[0], _per_level("v", v, len(batches))[0]
+    if isinstance(batches, Batch):
+        first, count = batches, 1
+    else:
+        _check_levels(batches, None)
+        first, count = batches[0], len(batches)
+    first_k, first_v = _per_level("k", k, count)[0], _per_level("v", v, count)[0]
     for name, x in (("q", q), ("k", first_k)):
         if not isinstance(x, torch.Tensor) or x.dim() < 3:
             raise InvalidInputError.of(name, getattr(x, "shape", type(x).__name__), "[.., H, D]")
@@ -206,7 +265,7 @@ def cascade_attention(
         head_dim_v=head_dim_v if first_v is None else first_v.shape[-1],
         dtype=q.dtype,
         kv_dtype=first_k.dtype,
-        page_size=first_k.shape[1] if batches[0].is_paged else None,
+        page_size=first_k.shape[1] if first.is_paged else None,
         causal=causal,
         softcap=softcap,
         sm_scale=sm_scale,

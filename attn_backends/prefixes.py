@@ -147,6 +147,68 @@ def split_prefixes(batch: Batch, page_size: int, levels: int = 2) -> list[Batch]
     return out
 
 
+@dataclass(frozen=True)
+class PrefixCut:
+    """The levels that a step is cut into, and why those.
+
+    Attributes:
+        batches: One per level, most shared first; the step itself where a cascade is not taken.
+        reason: What decided, in words.
+    """
+
+    batches: tuple[Batch, ...]
+    reason: str
+
+
+def cut_where_it_pays(spec: AttentionSpec, batch: Batch, levels: int = 2) -> PrefixCut:
+    """Cut a step into as many levels as save most by the estimate, or leave it whole.
+
+    Args:
+        spec: The layer.
+        batch: The step.
+        levels: Most levels, the suffix level included.
+
+    Returns:
+        The levels, and the estimate or the obstacle that decided.
+
+    Raises:
+        InvalidInputError: ``levels < 1``.
+    """
+    if levels < 1:
+        raise InvalidInputError.of("levels", levels, ">= 1")
+    obstacle = _obstacle(spec, batch)
+    if obstacle is not None:
+        return PrefixCut((batch,), f"one level: {obstacle}")
+    assert spec.page_size is not None
+    groups = find_prefix_groups(batch, spec.page_size, levels)
+    if not groups:
+        return PrefixCut((batch,), "one level: no leading pages are shared")
+    estimates = [estimate_cascade(spec, batch, groups[: n + 1]) for n in range(len(groups))]
+    net = [e.bytes_saved - e.bytes_added for e in estimates]
+    best = net.index(max(net))
+    saved, added = (n / 2**20 for n in (estimates[best].bytes_saved, estimates[best].bytes_added))
+    weighed = f"saves {saved:.4g} MiB of keys and values, adds {added:.4g} MiB"
+    if not estimates[best].pays:
+        return PrefixCut((batch,), f"one level: a cascade {weighed}")
+    cut = split_prefixes(batch, spec.page_size, best + 2)
+    return PrefixCut(tuple(cut), f"{len(cut)} levels: {weighed}")
+
+
+def _obstacle(spec: AttentionSpec, batch: Batch) -> str | None:
+    """Why shared keys cannot or must not be taken together, or None."""
+    if spec.page_size is None:
+        return "ragged keys have no pages to share"
+    if batch.host_page_table is None or batch.kv_lens is None or batch.q_lens is None:
+        return "lengths or the page table are not on the host"
+    if spec.window is not None or spec.has_alibi:
+        return "windows and ALiBi need a query's distance to shared keys"
+    if spec.has_mask:
+        return "a mask is over all keys of its sequence"
+    if spec.batch_invariant:
+        return "with batch_invariant, who shares a prefix may move no bit"
+    return None
+
+
 def _pad(rows: list[torch.Tensor]) -> torch.Tensor:
     width = max(row.shape[0] for row in rows)
     table = torch.full((len(rows), width), -1, dtype=torch.int32)
@@ -185,7 +247,9 @@ def estimate_cascade(
 __all__ = [
     "LAUNCH_BYTES",
     "CascadeEstimate",
+    "PrefixCut",
     "PrefixGroup",
+    "cut_where_it_pays",
     "estimate_cascade",
     "find_prefix_groups",
     "split_prefixes",

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attn_backends as ab
+from attn_backends import prefixes
 from attn_backends.cascade import cascade_attention, plan_cascade
 from attn_backends.prefixes import (
     CascadeEstimate,
+    cut_where_it_pays,
     estimate_cascade,
     find_prefix_groups,
     split_prefixes,
@@ -136,6 +138,105 @@ def test_estimate_counts_the_keys_not_read_again() -> None:
     assert estimate.bytes_saved == 3 * 3 * PAGE * 2 * (16 + 16) * 2
     assert not estimate.pays  # tiny keys never repay two launches
     assert CascadeEstimate(2, 1).pays
+
+
+@pytest.mark.parametrize("launch_bytes, levels", [(1, 3), (3500, 2), (16 << 20, 1)])
+def test_one_batch_is_cut_into_the_levels_that_pay(launch_bytes, levels, monkeypatch) -> None:
+    monkeypatch.setattr(prefixes, "LAUNCH_BYTES", launch_bytes)
+    batch = tree_batch([1] * 4, [30, 33, 37, 35], shared_pages=3, branch_pages=(3, 1))
+    spec = spec_of(num_heads=2, num_kv_heads=2)
+    torch.manual_seed(3)
+    q, k, v = torch.randn(4, 2, 16), cache(16), cache(16) + 1
+    plan = plan_cascade(spec, batch, backend="torch_native", levels=3)
+    assert len(plan.levels) == levels and "MiB" in plan.reason, plan.reason
+    assert plan.reason.startswith("one level" if levels == 1 else f"{levels} levels")
+    got, want = plan.run(q, k, v), whole(spec, q, k, v, batch)
+    torch.testing.assert_close(got.o, want.o, atol=2e-6, rtol=0)
+    torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=0)
+
+
+SHARED = tree_batch([1, 1], [17, 19], shared_pages=3)
+ON_DEVICE = ab.Batch(
+    SHARED.cu_seqlens_q, SHARED.seqlens_k, page_table=SHARED.page_table,
+    total_q=2, max_seqlen_q=1, max_seqlen_k=19,
+)  # fmt: skip
+APART = ab.Batch.from_lengths([1, 1], [9, 9], page_table=[[0, 1, 2], [3, 4, 5]])
+
+
+@pytest.mark.parametrize(
+    "extra, batch, why",
+    [
+        (dict(window=(3, 0)), SHARED, "windows and ALiBi"),
+        (dict(has_alibi=True), SHARED, "windows and ALiBi"),
+        (dict(has_mask=True), SHARED, "a mask"),
+        (dict(batch_invariant=True), SHARED, "batch_invariant"),
+        ({}, ON_DEVICE, "not on the host"),
+        ({}, APART, "no leading pages are shared"),
+        (dict(page_size=None), ab.Batch.from_lengths([1, 1], [17, 19]), "ragged keys"),
+    ],
+)
+def test_one_batch_stays_whole_with_the_reason_told(extra, batch, why, monkeypatch) -> None:
+    monkeypatch.setattr(prefixes, "LAUNCH_BYTES", 1)
+    spec = spec_of(**extra)
+    plan = plan_cascade(spec, batch, backend="torch_native")
+    assert len(plan.levels) == 1
+    assert plan.reason.startswith("one level: ") and why in plan.reason
+    torch.manual_seed(4)
+    q, k, v = torch.randn(2, 4, 16), cache(16), cache(16) + 1
+    if spec.page_size is None:
+        k, v = k.flatten(0, 1)[:36], v.flatten(0, 1)[:36]
+    given = {"sinks": torch.randn(4)}
+    if spec.has_alibi:
+        given["alibi_slopes"] = torch.rand(4)
+    if spec.has_mask:
+        given["mask"] = torch.rand(36) < 0.7
+    got, want = plan.run(q, k, v, **given), whole(spec, q, k, v, batch, **given)
+    assert torch.equal(got.o, want.o) and torch.equal(got.lse, want.lse)
+
+
+def test_one_batch_stays_whole_where_a_backend_refuses_the_shared_level(monkeypatch) -> None:
+    monkeypatch.setattr(prefixes, "LAUNCH_BYTES", 1)
+    from attn_backends import cascade
+
+    def select(spec, **kwargs):
+        if not spec.causal:
+            raise ab.UnsupportedCallError("causal=False (supported: True)")
+        return ab.select(spec, **kwargs)
+
+    monkeypatch.setattr(cascade, "select", select)
+    plan = plan_cascade(spec_of(), SHARED, backend="torch_native")
+    assert len(plan.levels) == 1 and plan.reason == "one level: causal=False (supported: True)"
+
+
+def test_what_needs_given_levels_is_refused_for_one_batch() -> None:
+    capacity = ab.Capacity(2, 2, 1, 32, 8)
+    with pytest.raises(ab.InvalidInputError, match="split_prefixes"):
+        plan_cascade(spec_of(), SHARED, capacities=[capacity])
+    with pytest.raises(ab.InvalidInputError, match="backend=2 names"):
+        plan_cascade(spec_of(), SHARED, backend=["torch_native", "triton"])
+    with pytest.raises(ab.InvalidInputError, match="levels=0"):
+        cut_where_it_pays(spec_of(), SHARED, 0)
+    plan = plan_cascade(spec_of(), split_prefixes(SHARED, PAGE), backend="torch_native")
+    with pytest.raises(ab.InvalidInputError, match="alibi_slopes"):
+        plan.run(torch.randn(2, 4, 16), cache(16), cache(16), alibi_slopes=torch.rand(4))
+
+
+def test_the_one_call_form_takes_a_step_as_it_is() -> None:
+    torch.manual_seed(5)
+    q, k, v = torch.randn(2, 4, 16), cache(16), cache(16)
+    got, want = cascade_attention(q, k, v, SHARED), whole(spec_of(), q, k, v, SHARED)
+    torch.testing.assert_close(got.o, want.o, atol=2e-6, rtol=0)
+
+
+def test_a_long_prefix_of_many_requests_pays_and_a_short_one_of_two_does_not() -> None:
+    spec = ab.AttentionSpec(32, 8, 128, dtype=torch.bfloat16, page_size=16)
+
+    def step(requests: int, shared: int) -> ab.Batch:
+        table = [[*range(shared), 5000 + b] for b in range(requests)]
+        return ab.Batch.from_lengths([1] * requests, [shared * 16 + 9] * requests, page_table=table)
+
+    assert len(cut_where_it_pays(spec, step(64, 2048)).batches) == 2
+    assert len(cut_where_it_pays(spec, step(2, 8)).batches) == 1
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
