@@ -5,7 +5,8 @@
     python -m attn_backends.bench.merge sweep                    launch shapes of our kernels
 
 Cold L2 by rotating inputs, one graph replay, variants interleaved in one process, random data,
-medians. A variant is timed only after its answer was checked.
+medians. A variant is timed only after its answer was checked. Rows of pairs on our paths also say
+how far apart the two groupings of three states are: ``associativity_err``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .wall_timer import sync_of
 MODULE = "attn_backends.bench.merge"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS = (1, 4, 16, 64, 256, 512, 613, 1024, 1536, 2048, 4096, 8192, 16384, 65536)
+REGROUPED_TOKENS = 1024  # of the measure of associativity: more would only take memory
 MAX_COPIES = 2048  # more launches than this make a graph slow to capture
 PATHS = ("cuda", "triton", "torch")
 Maker = Callable[[], Call] | Way
@@ -119,6 +121,17 @@ def check(call: Call, want: torch.Tensor, dtype: torch.dtype) -> Checked:
     return Checked(float(error.max()), float(limit.max()), bool((error <= limit).all()))
 
 
+def associativity_error(case: Case, path: str) -> float:
+    """Largest difference of ``o`` between ``(a b) c`` and ``a (b c)`` on a path of ours."""
+    shape = (3, min(case.tokens, REGROUPED_TOKENS), case.num_heads)
+    o = torch.randn(*shape, case.head_dim, device=case.device).to(DTYPES[case.dtype])
+    lse = torch.randn(shape, device=case.device)
+    a, b, c = zip(o, lse)
+    left = merge_state(*merge_state(*a, *b, path=path), *c, path=path)
+    right = merge_state(*a, *merge_state(*b, *c, path=path), path=path)
+    return float((left.o.double() - right.o.double()).abs().max())
+
+
 def check_within(call: Call, want: torch.Tensor, bound: float) -> Checked:
     """Whether ``call(0)`` is nowhere further away than ``bound``."""
     error = float((call(0)[0].double() - want).abs().max())
@@ -152,6 +165,8 @@ def show(case: Case, found: Found) -> None:
         if r["right"]:
             text += f"{r['median_us']:10.2f} us{r['gbps']:7.0f} GB/s"
             text += f"{r['median_us'] / best:7.3f}x of our best"
+            if "associativity_err" in r:
+                text += f", associativity {r['associativity_err']:.1e}"
         else:
             text += f"WRONG, err {r['max_err']:.1e}"
         print(text, flush=True)
@@ -314,7 +329,12 @@ def measure_part(
         makers, want = (pair_sweep if case.states == 2 else many_sweep)(case)
     else:
         makers, want = (pair_makers if part == "pairs" else many_makers)(case, peers)
-    return run(case, makers, want, rounds, modes, limit_s)
+    found = run(case, makers, want, rounds, modes, limit_s)
+    if part == "pairs":
+        for row in found.rows:
+            if row["right"] and row["backend"] in PATHS:
+                row["associativity_err"] = associativity_error(case, row["backend"])
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -122,13 +122,18 @@ def _show(found: Found, own: str) -> None:
         base = {_key(r): r["median_us"] for r in found.rows if r["backend"] == own and r["right"]}
         head = ["case", "mode", "backend", "median us", "quartiles", "GB/s", "TFLOP/s"]
         head += ["of roofline", f"time / {own}", "largest error"]
-        stdout().print(table("", head, [_line(r, base.get(_key(r))) for r in found.rows]))
-    lines: dict[str, None] = {}
+        lines = [_line(r, base.get(_key(r))) for r in found.rows]
+        if any("associativity_err" in r for r in found.rows):
+            head.append("associativity error")
+            for line, r in zip(lines, found.rows):
+                line.append(f"{r['associativity_err']:.1e}" if "associativity_err" in r else "")
+        stdout().print(table("", head, lines))
+    missing: dict[str, None] = {}
     for item in found.refused:
         where = item["backend"] + (f" ({item['mode']})" if "mode" in item else "")
-        lines[f"not measured: {where}: {item['reason']}"] = None
-    for line in lines:
-        stderr().print(line, style="yellow", soft_wrap=True)
+        missing[f"not measured: {where}: {item['reason']}"] = None
+    for text in missing:
+        stderr().print(text, style="yellow", soft_wrap=True)
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:

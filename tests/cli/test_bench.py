@@ -57,6 +57,15 @@ def test_merge_measures_pairs_and_many_states_beside_a_copy(cli: Cli) -> None:
     assert all(row["right"] and row["gbps"] > 0 for row in rows)
 
 
+def test_merge_tells_how_far_apart_two_groupings_of_three_states_are(cli: Cli) -> None:
+    options = [*CPU, "--part", "pairs", "--tokens", "3", "--dtype", "bf16"]
+    rows = cli("bench", "merge", *options, "--json").json["rows"]
+    errors = {row["backend"]: row.get("associativity_err") for row in rows}
+    assert 0 < errors["torch"] <= 5 * 3 * torch.finfo(torch.bfloat16).eps
+    assert errors["copy"] is None  # nothing that could be regrouped
+    assert "associativity" in cli("bench", "merge", *options).stdout
+
+
 def test_host_measures_select_and_plan_and_says_why_not_run(cli: Cli) -> None:
     options = ["--device", "cpu", "--backend", "torch_native", "--length", "32", "--json"]
     answer = cli("bench", "host", *options).json
