@@ -19,6 +19,7 @@ from .batch import Batch
 from .capacity import Capacity
 from .errors import InvalidInputError, Reason, UnsupportedCallError
 from .merge import apply_sinks, merge_states
+from .merge.dispatch import steady_path
 from .output import AttentionOutput
 from .plan import Plan
 from .prefixes import PrefixCut, cut_where_it_pays
@@ -124,7 +125,10 @@ class CascadePlan:
                 q, keys[i], values[i], plan, mask=own, k_scale=k_scale, v_scale=v_scale
             )
             states.append(state)
-        merged = merge_states(states, out=out)
+        spec, path = self.levels[-1][0].spec, None
+        if spec.batch_invariant:
+            path = steady_path(q.device, states[0].o.dtype, spec.dv)
+        merged = merge_states(states, out=out, path=path)
         return merged if sinks is None else apply_sinks(merged, sinks, out=out)
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 
 from .merge import apply_sinks, merge_state, merge_states
+from .merge.dispatch import steady_path
 from .output import AttentionOutput
 from .spec import AttentionSpec
 from .validation import check_out
@@ -25,6 +26,7 @@ class RunningState:
 
     With ``batch_invariant`` every group is one state: how many parts there are, and where groups
     end, then depends on nothing but a row's own keys, as merging the state of no keys is exact.
+    Nor does the path of a merge follow the number of rows then.
 
     Args:
         spec: What the layer fixes.
@@ -125,11 +127,14 @@ class RunningState:
             o = torch.zeros(shape, dtype=dtype, device=self.device)
             lse = torch.full(shape[:2], float("-inf"), device=self.device)
             total = AttentionOutput(o, lse)
+        path = None
+        if self.spec.batch_invariant:
+            path = steady_path(self.device, dtype, self.spec.dv)
         for rows, states in self._segments():
             if states:
                 group = states[0] if len(states) == 1 else merge_states(states)
                 part = AttentionOutput(total.o[rows], total.lse[rows])
-                merge_state(*part, group.o.to(dtype), group.lse, out=part)
+                merge_state(*part, group.o.to(dtype), group.lse, out=part, path=path)
         self._kept.clear()
         return total
 

@@ -53,6 +53,34 @@ def test_group_mates_move_no_bit_of_the_invariant_triton_backend() -> None:
     assert torch.equal(three.o[:1], one.o) and torch.equal(three.lse[:1], one.lse)
 
 
+@pytest.mark.parametrize("invariant, asked", [(True, {"torch"}), (False, {None})])
+def test_invariant_cascades_and_chunks_merge_on_a_path_that_does_not_follow_the_size(
+    invariant: bool, asked: set, monkeypatch
+) -> None:
+    from attn_backends import cascade, running
+
+    paths = set()
+
+    def spied(merge):
+        def call(*args, path=None, **kwargs):
+            paths.add(path)
+            return merge(*args, path=path, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(cascade, "merge_states", spied(cascade.merge_states))
+    monkeypatch.setattr(running, "merge_state", spied(running.merge_state))
+    monkeypatch.setattr(running, "merge_states", spied(running.merge_states))
+    spec = ab.AttentionSpec(
+        4, 2, 16, dtype=torch.float32, page_size=PAGE, batch_invariant=invariant
+    )
+    q, k, v = tensors(2)
+    plan_cascade(spec, levels([[3, 5]], [[0, 1, 2]]), backend="torch_native").run(q, k, v)
+    batch = ab.Batch.from_lengths([1, 1], [38, 9], page_table=torch.arange(20).view(2, 10))
+    ab.plan_chunked(spec, batch, chunk_size=PAGE, backend="torch_native").run(q, k, v)
+    assert paths == asked
+
+
 def test_a_cascade_plan_gives_the_same_bits_in_every_layer() -> None:
     spec = ab.AttentionSpec(4, 2, 16, dtype=torch.float32, page_size=PAGE)
     batches = levels([[3, 5], [8, 1]], [[0, 1, 2], [3, 4]])

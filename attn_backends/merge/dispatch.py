@@ -142,6 +142,28 @@ def _first_without_reason(facts: MergeFacts) -> MergePath:
     raise AssertionError("the torch path takes every call")
 
 
+def steady_path(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """A path that does not follow the number of rows or where they lie, for batch invariance.
+
+    What is chosen for speed does, and paths may differ in the last place.
+
+    Args:
+        device: Where the states are.
+        dtype: Of their outputs.
+        head_dim: DV.
+
+    Returns:
+        The path that was asked for, else Triton on a GPU if it can do such merges, else torch.
+    """
+    asked = settled_path()
+    if asked is not None:
+        return asked
+    if device.type != "cuda":
+        return "torch"
+    reasons = _triton_reasons(MergeFacts(device, dtype, dtype, 1, head_dim, None))
+    return "torch" if reasons else "triton"
+
+
 def kind_of(states: int, head_dim: int) -> str | None:
     """Merges that measurements take to be alike but for their size; None for those of no kind.
 
@@ -254,6 +276,7 @@ __all__ = [
     "is_faster",
     "kind_of",
     "settled_path",
+    "steady_path",
     "vector_elements",
     "vector_fault",
 ]

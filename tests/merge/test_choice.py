@@ -146,6 +146,18 @@ def test_the_rule_holds_for_what_was_not_measured(all_present, times, monkeypatc
     assert choose(big, None).path == "cuda"
 
 
+def test_a_steady_path_does_not_follow_the_size(all_present, times, monkeypatch):
+    assert {choose(facts(rows=rows), None).path for rows in (1, 1 << 20)} == {"cuda", "triton"}
+    assert dispatch.steady_path(CUDA, HALF, 128) == "triton"
+    assert dispatch.steady_path(CUDA, torch.float64, 128) == "torch"
+    assert dispatch.steady_path(torch.device("cpu"), HALF, 128) == "torch"
+    token = default_path.set("cuda")
+    assert dispatch.steady_path(CUDA, HALF, 128) == "cuda"  # asked for, so not by size either
+    default_path.reset(token)
+    monkeypatch.setattr(triton_merge, "missing", lambda: [Reason("triton", "broken", "installed")])
+    assert dispatch.steady_path(CUDA, HALF, 128) == "torch"
+
+
 def test_the_shipped_times_are_in_order_and_of_known_kinds():
     kinds = {dispatch.kind_of(n, d) for n in (2, 3, 16) for d in (128, 192)}
     assert kinds == {"pair", "few", "pair-padded", "few-padded"}

@@ -91,6 +91,17 @@ def test_in_place_equals_out_of_place_bit_for_bit(path, dtype, make_state, dim):
     assert torch.equal(stack[0][1], want.o) and torch.equal(stack[1][1], want.lse)
 
 
+def test_a_row_of_two_states_has_the_same_bits_alone_among_others_and_again(
+    path, dtype, make_state
+):
+    a, b = make_state(37, 3, 64, dtype), make_state(37, 3, 64, dtype, seed=1)
+    want = merge_state(*a, *b, path=path)
+    for rows in (slice(0, 1), slice(5, 6), slice(30, 37), slice(0, 37)):
+        first, second = ([x[rows].clone() for x in state] for state in (a, b))
+        got = merge_state(*first, *second, path=path)
+        assert torch.equal(got.o, want.o[rows]) and torch.equal(got.lse, want.lse[rows])
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 11])
 def test_n_states_equal_the_float64_merge(path, dtype, make_state, oracle, assert_merged, n):
     states = [make_state(5, 3, 64, dtype, seed=i) for i in range(n)]
