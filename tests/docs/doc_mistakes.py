@@ -268,6 +268,15 @@ def lengths_on_the_device_are_wrong(folder: Path) -> object:
         return layer(page_size=16).plan(batch)
 
 
+@mistake
+def workspace_that_is_too_small(folder: Path) -> object:
+    """What the adapter makes of the library's own complaint."""
+    from attn_backends.adapters.flashinfer_wrappers import explain_workspace
+
+    text = "Failed to allocate memory for batch_prefill_tmp_v in AlignedAllocator"
+    raise explain_workspace(RuntimeError(text), 16)
+
+
 # Merging
 
 
@@ -294,6 +303,28 @@ def window_over_shared_keys(folder: Path) -> object:
     from attn_backends.cascade import plan_cascade
 
     return plan_cascade(spec(window=(127, 0)), [ragged(), ragged()])
+
+
+@mistake
+def graph_of_levels_that_may_change(folder: Path) -> object:
+    from attn_backends.cascade import plan_cascade
+
+    batch = ab.Batch.from_lengths([1, 1], [20, 20], page_table=[[0, 1], [0, 2]])
+    capacity = ab.Capacity(num_seqs=2, total_q=2, max_seqlen_q=1, max_seqlen_k=32, max_pages=2)
+    return plan_cascade(spec(page_size=16), batch, capacities=[capacity])
+
+
+@mistake
+def fp8_result_without_a_scale(folder: Path) -> object:
+    o, lse = torch.randn(3, 8, 64), torch.randn(3, 8)
+    out = torch.empty(3, 8, 64, dtype=torch.float8_e4m3fn), torch.empty(3, 8)
+    return ab.merge_state(o, lse, o, lse, out=out)
+
+
+@mistake
+def result_over_a_part_of_an_input(folder: Path) -> object:
+    rows, lse = torch.randn(4, 8, 64), torch.randn(3, 8)
+    return ab.merge_state(rows[:3], lse, rows[:3].clone(), lse, out=(rows[1:], lse.clone()))
 
 
 # Engines
