@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -24,6 +24,8 @@ def _host_list(name: str, value: Any) -> list[int]:
             got = f"{value.dtype} {list(value.shape)}"
             raise InvalidInputError.of(name, got, "int32 or int64, shape [B]")
         return value.tolist()
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise InvalidInputError.of(name, repr(value), "one int for each sequence, as in [1, 1]")
     out = []
     for i, item in enumerate(value):
         if isinstance(item, bool) or not hasattr(item, "__index__"):
@@ -204,7 +206,7 @@ class Batch:
             raise InvalidInputError.of("sum(q_lens)", sum(q), f"0..{_INT32_MAX}")
         table = host_table = None
         if page_table is not None:
-            table = torch.as_tensor(page_table)
+            table = _table(page_table)
             if not isinstance(page_table, torch.Tensor) and table.numel() == 0:
                 table = table.to(torch.int32).reshape(len(q), -1) if len(q) else table.int()
             if table.dtype not in INDEX_DTYPES:
@@ -234,6 +236,15 @@ class Batch:
             kv_lens=tuple(kv),
             host_page_table=host_table,
         )
+
+
+def _table(page_table: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(page_table)
+    except (ValueError, TypeError, RuntimeError) as error:
+        fix = f"fill shorter rows up with -1, which is not read ({error})"
+        allowed = "[B, max_pages], rows of one width"
+        raise InvalidInputError.of("page_table", repr(page_table), allowed, fix) from None
 
 
 def _ragged_starts(kv: list[int], cu_seqlens_k: Any) -> list[int]:

@@ -123,11 +123,11 @@ class AttentionSpec:
         if self.head_dim_v is not None:
             _require_int("head_dim_v", self.head_dim_v, 1)
         if self.dtype not in QUERY_DTYPES:
-            names = ", ".join(str(d).removeprefix("torch.") for d in QUERY_DTYPES)
-            raise InvalidInputError.of("dtype", self.dtype, names)
+            names = ", ".join(map(str, QUERY_DTYPES))
+            raise InvalidInputError.of("dtype", repr(self.dtype), names)
         if self.kv not in (self.dtype, *FP8_DTYPES):
             allowed = f"dtype={self.dtype}, or float8_e4m3fn, float8_e5m2"
-            raise InvalidInputError.of("kv_dtype", self.kv_dtype, allowed)
+            raise InvalidInputError.of("kv_dtype", repr(self.kv_dtype), allowed)
         if self.page_size is not None:
             _require_int("page_size", self.page_size, 1)
         for name in ("causal", "has_alibi", "has_mask", "batch_invariant"):

@@ -86,7 +86,13 @@ def _check_batch_deep(batch: Batch, spec: AttentionSpec) -> None:
 
 
 def _check_tensor(
-    name: str, x: Any, shape: tuple[int | None, ...], dtype: torch.dtype, device: torch.device
+    name: str,
+    x: Any,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    by_spec: bool = True,
 ) -> None:
     """Shape (None is free), dtype, device, unit stride of the last dim, and no gradient."""
     if not isinstance(x, torch.Tensor):
@@ -96,7 +102,8 @@ def _check_tensor(
         want = "[" + ", ".join("*" if w is None else str(w) for w in shape) + "]"
         raise InvalidInputError.of(f"{name}.shape", list(got), want)
     if x.dtype != dtype:
-        raise InvalidInputError.of(f"{name}.dtype", x.dtype, f"{dtype}, as the spec says")
+        allowed = f"{dtype}, as the spec says" if by_spec else str(dtype)
+        raise InvalidInputError.of(f"{name}.dtype", x.dtype, allowed)
     if x.device != device:
         raise InvalidInputError.of(f"{name}.device", x.device, f"{device}, as the plan's batch")
     if got[-1] > 1 and x.stride(-1) != 1:
@@ -153,7 +160,7 @@ def _device_page_ids(batch: Batch, page_size: int) -> tuple[int, int]:
 
 def check_vector(name: str, x: Any, length: int, device: torch.device) -> None:
     """Raise InvalidInputError unless ``x`` is a contiguous float32 vector on the device."""
-    _check_tensor(name, x, (length,), torch.float32, device)
+    _check_tensor(name, x, (length,), torch.float32, device, by_spec=False)
 
 
 def check_extras(
@@ -181,7 +188,7 @@ def check_extras(
 
 
 def _check_mask(mask: Any, batch: Batch, device: torch.device) -> None:
-    _check_tensor("mask", mask, (None,), torch.bool, device)
+    _check_tensor("mask", mask, (None,), torch.bool, device, by_spec=False)
     if batch.q_lens is not None and batch.kv_lens is not None and batch.mask_indptr is None:
         want = sum(q * kv for q, kv in zip(batch.q_lens, batch.kv_lens))
         if mask.shape[0] != want:

@@ -82,6 +82,8 @@ def test_ragged_rooms_hold_their_lengths(rooms, data):
 
 BAD = [
     (lambda: Batch.from_lengths([1, 2], [3]), "kv_lens=1 lengths"),
+    (lambda: Batch.from_lengths(2, [3, 3]), "q_lens=2 (allowed: one int for each sequence"),
+    (lambda: Batch.from_lengths([1], "3"), "kv_lens='3' (allowed: one int for each sequence"),
     (lambda: Batch.from_lengths([1.5], [3]), "q_lens[0]=1.5"),
     (lambda: Batch.from_lengths([True], [3]), "q_lens[0]=True"),
     (lambda: Batch.from_lengths(["1"], [3]), "q_lens[0]='1'"),
@@ -97,6 +99,10 @@ BAD = [
     ),
     (lambda: Batch.from_lengths([1], [3], page_table=torch.zeros(1, 1)), "page_table=torch.float"),
     (lambda: Batch.from_lengths([1, 1], [3, 3], page_table=[[0]]), "page_table.shape=[1, 1]"),
+    (
+        lambda: Batch.from_lengths([1, 1], [3, 9], page_table=[[0], [1, 2]]),
+        "page_table=[[0], [1, 2]] (allowed: [B, max_pages], rows of one width); fill shorter rows",
+    ),
     (lambda: Batch.from_lengths([1], [3], page_table=torch.zeros(3).int()), "page_table.shape=[3]"),
     (lambda: Batch(index(0, 1), index(3)), "page_table, cu_seqlens_k=neither"),
     (

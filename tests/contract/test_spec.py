@@ -46,7 +46,9 @@ BAD = [  # F32
     ({"page_size": -1}, "page_size=-1 "),
     ({"page_size": "16"}, "page_size='16' "),
     ({"dtype": torch.int8}, "dtype=torch.int8 "),
+    ({"dtype": "bfloat16"}, "dtype='bfloat16' (allowed: torch.float16, torch.bfloat16, "),
     ({"kv_dtype": torch.float16}, "kv_dtype=torch.float16 "),
+    ({"kv_dtype": "bfloat16"}, "kv_dtype='bfloat16' (allowed: dtype=torch.bfloat16, "),
     ({"causal": 1}, "causal=1 "),
     ({"has_mask": None}, "has_mask=None "),
 ]
