@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..packages import installed_version
 from ..provenance import provenance
 from ..version import __version__
 
@@ -226,10 +227,13 @@ def environment(device: torch.device, backend: Any = None) -> dict[str, Any]:
 
     Args:
         device: Where calls run.
-        backend: The backend's class. What its class method ``versions``, if it has one, returns
-            (package to version) is listed with the packages: a suite knows only the common ones.
+        backend: The backend's class. Those of its ``packages`` that are installed are listed with
+            the common ones, and what its class method ``versions``, if it has one, returns
+            (package to version).
     """
     found = provenance(_run_command(), device)
+    own = {name: installed_version(name) for name in getattr(backend, "packages", ())}
+    found["packages"] |= {name: version for name, version in own.items() if version}
     found["packages"] |= getattr(backend, "versions", dict)()
     return found
 

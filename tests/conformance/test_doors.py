@@ -286,3 +286,13 @@ def test_a_declared_rounding_of_row_sums_is_granted_everywhere_and_an_undeclared
     assert run_conformance(RoundsRowSums, **rules).ok
     failing = run_conformance(HidesIt, **rules).failures
     assert {"lse", "plan_reuse"} <= {row.requirement for row in failing}
+
+
+def test_a_report_names_the_versions_of_the_packages_behind_the_backend() -> None:
+    class Behind(TorchNativeBackend):
+        name = "behind"
+        packages = ("pytest", "a-package-that-nobody-has")
+
+    report = run_conformance(Behind, level="smoke", requirements=["core"])
+    assert report.meta["packages"]["pytest"] == pytest.__version__
+    assert "a-package-that-nobody-has" not in report.meta["packages"]
