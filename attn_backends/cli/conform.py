@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,6 +53,8 @@ def command(
     """
     if markdown and as_json:
         raise InvalidInputError.of("--markdown, --json", "both", "one of them")
+    if os.getcwd() not in sys.path:  # a script has its own folder there, not the user's
+        sys.path.append(os.getcwd())
     reports = []
     for name in backends:
         known = read_expected_failures(xfail, resolve(name).name) if xfail is not None else ()

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from ..backend import AttentionBackend, BackendOptions
-from ..errors import InvalidInputError, Reason
+from ..errors import BackendUnavailableError, InvalidInputError, Reason
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
@@ -26,20 +26,32 @@ class ConformanceError(AssertionError):
 
 
 def resolve(backend: Any) -> type[AttentionBackend]:
-    """The backend class behind a class, a ``"module:Class"`` string or a registered name."""
+    """The backend class behind a class, a ``"module:Class"`` string or a registered name.
+
+    Raises:
+        TypeError: It is neither a class of backends nor text.
+        UnknownBackendError: No backend has the name.
+        BackendUnavailableError: The module does not import, with its own message.
+        InvalidInputError: What stands there is no class of backends.
+    """
     if isinstance(backend, type) and issubclass(backend, AttentionBackend):
         return backend
     if not isinstance(backend, str):
         raise TypeError(f"backend={backend!r} (allowed: a backend class, module:Class, or a name)")
     if ":" in backend:
         module, _, attribute = backend.partition(":")
-        found = getattr(importlib.import_module(module), attribute)
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # a stranger's module may raise anything
+            text = f"backend={backend!r} does not load: {type(error).__name__}: {error}"
+            raise BackendUnavailableError(text) from error
     else:
         from .. import registry
 
         found = registry.ATTENTION_BACKENDS[backend].load()
     if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
-        raise TypeError(f"backend={backend!r} is {found!r} (allowed: an AttentionBackend class)")
+        allowed = "an AttentionBackend class"
+        raise InvalidInputError.of("backend", repr(backend), allowed, f"it is {found!r}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,23 @@ def test_a_malformed_question_exits_2_and_says_what_is_allowed(cli, arguments, t
     answer = cli("conform", *arguments)
     assert answer.code == 2
     assert text in answer.stdout + answer.stderr
+
+
+def test_a_module_beside_the_user_is_found_and_one_that_does_not_load_is_told(
+    cli, tmp_path: Path, monkeypatch
+) -> None:
+    folder = tmp_path / "beside"
+    folder.mkdir()
+    (folder / "mine_here.py").write_text(
+        "from attn_backends.torch_native.backend import TorchNativeBackend as Mine\nnot_one = 3\n"
+    )
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the folder
+    assert cli("conform", "mine_here:Mine", *FEW).code == 0
+    for name, words in (
+        ("mine_there:Mine", "does not load: ModuleNotFoundError: No module named 'mine_there'"),
+        ("mine_here:Yours", "does not load: AttributeError"),
+        ("mine_here:not_one", "(allowed: an AttentionBackend class); it is 3"),
+    ):
+        answer = cli("conform", name)
+        assert answer.code == 2 and f"backend='{name}'" in answer.stderr and words in answer.stderr
