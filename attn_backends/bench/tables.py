@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
+_WIDE = 12  # columns of times that a page can hold
 _FACTS = ("command", "date", "gpu", "driver", "torch", "triton", "commit", "note")
 
 
@@ -54,6 +55,8 @@ def _rows(rows: list[dict[str, Any]]) -> list[str]:
         key = (r["bench"], _shape(r["case"]), r["mode"])
         grouped.setdefault(key, {})[r["backend"]] = r["median_us"]
     names = list(dict.fromkeys(name for times in grouped.values() for name in times))
+    if len(names) > _WIDE:
+        return _turned(names, grouped)
     return _markdown(
         [
             {
@@ -63,6 +66,22 @@ def _rows(rows: list[dict[str, Any]]) -> list[str]:
                 **{f"{n}, us": times.get(n, "") for n in names},
             }
             for (bench, shape, mode), times in grouped.items()
+        ]
+    )
+
+
+def _turned(names: list[str], grouped: dict[tuple[str, str, str], dict[str, float]]) -> list[str]:
+    """A row for each backend and a column for each point: many variants over few shapes."""
+    return _markdown(
+        [
+            {
+                "variant": name,
+                **{
+                    f"{shape}, {mode}, us": times.get(name, "")
+                    for (_, shape, mode), times in grouped.items()
+                },
+            }
+            for name in names
         ]
     )
 
