@@ -221,6 +221,62 @@ def test_what_needs_given_levels_is_refused_for_one_batch() -> None:
         plan.run(torch.randn(2, 4, 16), cache(16), cache(16), alibi_slopes=torch.rand(4))
 
 
+def steps(dtype: torch.dtype, device: str) -> tuple[ab.AttentionSpec, list[ab.Batch], list]:
+    """Two steps of four requests over shared pages, and capacities that hold both."""
+    spec = spec_of(dtype=dtype)
+    found = []
+    for kv_lens, pages in (([17, 19, 30, 21], 3), ([27, 33, 25, 38], 5)):
+        host = tree_batch([1] * 4, kv_lens, shared_pages=pages)
+        table = host.host_page_table
+        found.append(ab.Batch.from_lengths([1] * 4, kv_lens, page_table=table, device=device))
+    shared = ab.Capacity(num_seqs=2, total_q=4, max_seqlen_q=4, max_seqlen_k=40, max_pages=10)
+    own = ab.Capacity(num_seqs=4, total_q=4, max_seqlen_q=1, max_seqlen_k=40, max_pages=10)
+    return spec, found, [shared, own]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="captured below, where there is a GPU")
+def test_a_cascade_with_capacities_follows_its_updates() -> None:
+    spec, (first, second), capacities = steps(torch.float32, "cpu")
+    torch.manual_seed(6)
+    q, k, v = torch.randn(4, 4, 16), cache(16), cache(16) + 1
+    levels = split_prefixes(first, PAGE)
+    plan = plan_cascade(spec, levels, backend="triton", capacities=capacities)
+    for batch in (first, second, first):
+        plan.update(split_prefixes(batch, PAGE))
+        got, want = plan.run(q, k, v), whole(spec, q, k, v, batch)
+        torch.testing.assert_close(got.o, want.o, atol=5e-6, rtol=0)
+        torch.testing.assert_close(got.lse, want.lse, atol=5e-6, rtol=0)
+    with pytest.raises(ab.InvalidInputError, match="batches=1 levels"):
+        plan.update([first])
+
+
+@pytest.mark.gpu
+def test_a_captured_cascade_replays_steps_with_other_prefixes() -> None:
+    spec, batches, capacities = steps(torch.float16, "cuda")
+    torch.manual_seed(6)
+    q = torch.randn(4, 4, 16).half().cuda()
+    k, v = cache(16).half().cuda(), (cache(16) + 1).half().cuda()
+    levels = [split_prefixes(batch, PAGE) for batch in batches]
+    plan = plan_cascade(spec, levels[0], backend="triton", capacities=capacities)
+    out = torch.empty(4, 4, 16, dtype=torch.float16, device="cuda"), torch.empty(4, 4).cuda()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        plan.run(q, k, v, out=out)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan.run(q, k, v, out=out)
+    for batch, cut in zip(batches, levels):
+        plan.update(cut)
+        for x in out:
+            x.fill_(float("nan"))
+        graph.replay()
+        want = whole(spec, q, k, v, batch)
+        torch.testing.assert_close(out[0], want.o, atol=1e-2, rtol=0)
+        torch.testing.assert_close(out[1], want.lse, atol=4e-3, rtol=0)
+
+
 def test_the_one_call_form_takes_a_step_as_it_is() -> None:
     torch.manual_seed(5)
     q, k, v = torch.randn(2, 4, 16), cache(16), cache(16)
