@@ -45,6 +45,11 @@ SHIPPED: dict[str, dict[str, tuple[str, ...]]] = {
 _MEASURED = {"sm90": "measured on an H200 (docs/results/h200)"}
 
 
+def source_of(key: str) -> str:
+    """Whether an order of ``SHIPPED`` was measured, and where."""
+    return _MEASURED.get(key, "declared, not measured")
+
+
 def architecture(device: torch.device) -> str:
     """The key of a device in ``SHIPPED``; asks the driver if it is a CUDA device."""
     if device.type != "cuda":
@@ -131,8 +136,7 @@ def ranking(
     """
     key = architecture(device)
     shipped = SHIPPED[key][phase]
-    how = _MEASURED.get(key, "declared, not measured")
-    source = f"shipped ranking for {key}, {how}"
+    source = f"shipped ranking for {key}, {source_of(key)}"
     row = None
     if tuning_file is not None:
         name, bucket = device_name(device), shape_bucket(spec)
@@ -146,3 +150,4 @@ def ranking(
 
 
 __all__ = ["SHIPPED", "Ranking", "architecture", "device_name", "ranking", "shape_bucket"]
+__all__ += ["source_of"]

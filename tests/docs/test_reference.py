@@ -116,3 +116,17 @@ def test_a_gap_is_found() -> None:
         "Half.of: Args does not tell of x", "Half.of: no shape for lse", "Half.of: no Returns",
         "Half.of: Raises does not tell of InvalidInputError",
     ]  # fmt: skip
+
+
+def test_the_page_shows_the_shipped_order_and_which_of_it_was_measured() -> None:
+    from attn_backends.registry.ranking import SHIPPED, source_of
+
+    page = (ROOT / "docs/reference/choosing.md").read_text()
+    shown = page.split("<!-- rankings: registry.ranking.SHIPPED -->")[1]
+    rows = shown.split("<!-- end of rankings -->")[0].strip().splitlines()[2:]
+    want = [
+        f"| {device} | {phase} | {', '.join(f'`{name}`' for name in order)} | {source_of(device)} |"
+        for device, phases in SHIPPED.items()
+        for phase, order in phases.items()
+    ]
+    assert rows == want, "\n".join(["the table should be:", *want])
