@@ -20,6 +20,8 @@ _FACTS = ("command", "date", "gpu", "driver", "torch", "triton", "commit", "note
 
 def table(results: dict[str, Any]) -> str:
     """One results file as Markdown: where it comes from, then its rows."""
+    if "environment" in results:
+        return "\n".join(_doctor(results))
     meta = results["meta"]
     facts = [f"{name} {meta[name]}" for name in _FACTS[1:] if meta.get(name)]
     facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items() if version]
@@ -28,6 +30,28 @@ def table(results: dict[str, Any]) -> str:
     if "counts" in results:
         return "\n".join([*lines, *_counts(results)])
     return "\n".join([*lines, *(_tests(rows) if rows[0]["bench"] == "tests" else _rows(rows))])
+
+
+def _doctor(results: dict[str, Any]) -> list[str]:
+    """What ``attn-backends doctor`` found, for the devices that a backend takes."""
+    known, checks = results["environment"], []
+    facts = {"gpu": ", ".join(gpu["name"] for gpu in known["gpus"]), **known, **known["packages"]}
+    facts |= {name: results.get(name) for name in ("date", "commit")}
+    names = ("date", "gpu", "driver", "torch", "triton", "commit", "flashinfer-python")
+    for backend in results["backends"]:
+        ran = [c for c in backend["checks"] if c["status"] in ("PASS", "FAIL")]
+        checks.append(
+            {
+                "backend": backend["name"],
+                "result": backend["status"],
+                "calls": "; ".join(f"{c['device']}, {c['phase']}: {c['status']}" for c in ran),
+                "why not": "; ".join(backend["reasons"]).replace("|", "\\|"),
+            }
+        )
+    if not any(row["why not"] for row in checks):
+        checks = [{k: v for k, v in row.items() if k != "why not"} for row in checks]
+    said = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
+    return ["`attn-backends doctor --json`", "", f"{said}.", "", *_markdown(checks)]
 
 
 def _counts(results: dict[str, Any]) -> list[str]:

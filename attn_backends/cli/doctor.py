@@ -11,6 +11,7 @@ import torch
 import typer
 
 from ..packages import installed_version
+from ..provenance import provenance
 from ..registry import BackendInfo, list_backends
 from ..registry.registry import lookup
 from ..version import __version__
@@ -62,7 +63,9 @@ def command(
     failed = [c for found in checks.values() for c in found if c.status == "FAIL"]
     if as_json:
         backends = [_to_dict(info, checks[info.name]) for info in infos]
-        print_json({"ok": not failed, "environment": versions, "backends": backends})
+        meta = provenance("attn-backends doctor --json")
+        found = {"ok": not failed, "date": meta["date"], "commit": meta["commit"]}
+        print_json({**found, "environment": versions, "backends": backends})
     else:
         _show(infos, checks, versions, failed)
     if failed:

@@ -104,7 +104,9 @@ def test_an_unknown_backend_is_an_error(cli: Cli) -> None:
 
 
 def test_versions_are_told(cli: Cli) -> None:
-    environment = cli("doctor", "--backend", "torch_native", "--json").json["environment"]
+    answer = cli("doctor", "--backend", "torch_native", "--json").json
+    assert answer["date"].count("-") == 2 and "commit" in answer
+    environment = answer["environment"]
     assert environment["torch"] == torch.__version__
     assert environment["python"].startswith("3.")
     assert "flash-attn" in environment["packages"]
