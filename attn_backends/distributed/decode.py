@@ -18,6 +18,7 @@ from ..batch import Batch
 from ..capacity import Capacity
 from ..errors import InvalidInputError, Reason, UnsupportedCallError
 from ..merge import apply_sinks
+from ..merge.dispatch import steady_path
 from ..output import AttentionOutput
 from ..pieces import BackendLike, bind, refuse_positions
 from ..plan import Plan
@@ -98,7 +99,7 @@ class ShardedDecodePlan:
             The state over all keys, ``o [T, h, DV]`` and ``lse [T, h]`` of the heads ``heads``.
         """
         local = self.local(q, k, v, k_scale=k_scale, v_scale=v_scale)
-        state = exchange(local, self.group, self._how(local), self.replicate)
+        state = self.combine(local)
         return state if sinks is None else apply_sinks(state, sinks[self.heads])
 
     def local(
@@ -126,7 +127,10 @@ class ShardedDecodePlan:
         Returns:
             The state over all keys, of the heads ``heads``.
         """
-        return exchange(local, self.group, self._how(local), self.replicate)
+        spec, path = self.backend.spec, None
+        if spec.batch_invariant:  # which exchange, and how many rows, then move no bit
+            path = steady_path(local.o.device, local.o.dtype, spec.dv)
+        return exchange(local, self.group, self._how(local), self.replicate, path)
 
     def _how(self, local: AttentionOutput) -> str:
         if self.exchange is not None:

@@ -52,7 +52,9 @@ class _Packed:
         return AttentionOutput(o.view(n, rows, heads, dv), lse.view(n, rows, heads))
 
 
-def exchange(state: AttentionOutput, group: Group, how: str, replicate: bool) -> AttentionOutput:
+def exchange(
+    state: AttentionOutput, group: Group, how: str, replicate: bool, path: str | None = None
+) -> AttentionOutput:
     """Merge the states of all ranks.
 
     Args:
@@ -60,6 +62,7 @@ def exchange(state: AttentionOutput, group: Group, how: str, replicate: bool) ->
         group: The ranks.
         how: One of ``EXCHANGES``.
         replicate: Whether every rank gets all heads, or only its own.
+        path: Path of the merge; None chooses.
 
     Returns:
         The state over all ranks' keys: ``[T, H, DV]`` if ``replicate``, else the heads of
@@ -69,12 +72,15 @@ def exchange(state: AttentionOutput, group: Group, how: str, replicate: bool) ->
         mine = slice(None) if replicate else heads_of(group.rank, group.size, state.o.shape[1])
         return AttentionOutput(state.o[:, mine], state.lse[:, mine])
     if how == "all_gather":
-        return _all_gather(state, group, replicate)
-    own = _all_to_all(state, group) if how == "all_to_all" else _reduce_scatter(state, group)
+        return _all_gather(state, group, replicate, path)
+    all_to_all = how == "all_to_all"
+    own = _all_to_all(state, group, path) if all_to_all else _reduce_scatter(state, group)
     return _replicated(own, state.o.shape[1], group) if replicate else own
 
 
-def _all_gather(state: AttentionOutput, group: Group, replicate: bool) -> AttentionOutput:
+def _all_gather(
+    state: AttentionOutput, group: Group, replicate: bool, path: str | None
+) -> AttentionOutput:
     rows, heads, _ = state.o.shape
     packed = _Packed(1, rows, heads, state.o)
     o, lse = packed.views()
@@ -84,10 +90,10 @@ def _all_gather(state: AttentionOutput, group: Group, replicate: bool) -> Attent
     if not replicate:
         mine = heads_of(group.rank, group.size, heads)
         o, lse = o[:, :, mine], lse[:, :, mine]
-    return merge_states((o, lse))
+    return merge_states((o, lse), path=path)
 
 
-def _all_to_all(state: AttentionOutput, group: Group) -> AttentionOutput:
+def _all_to_all(state: AttentionOutput, group: Group, path: str | None) -> AttentionOutput:
     rows, heads, _ = state.o.shape
     each = -(-heads // group.size)
     packed = _Packed(group.size, rows, each, state.o)
@@ -97,7 +103,7 @@ def _all_to_all(state: AttentionOutput, group: Group) -> AttentionOutput:
     o, lse = packed.views(group.all_to_all(packed.bytes))
     mine = heads_of(group.rank, group.size, heads)
     count = mine.stop - mine.start
-    return merge_states((o[:, :, :count], lse[:, :, :count]))
+    return merge_states((o[:, :, :count], lse[:, :, :count]), path=path)
 
 
 def _by_rank(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -387,6 +387,21 @@ def check_gathering_and_all_to_all_give_the_bits_of_merge_states(r: Rank) -> Non
             assert torch.equal(got.lse, want.lse[:, plan.heads])
 
 
+def check_invariant_decode_merges_on_one_path_at_every_size(r: Rank) -> None:
+    from attn_backends.distributed import exchange as module
+
+    merge, paths = module.merge_states, []
+    module.merge_states = lambda states, path: (paths.append(path), merge(states, path=path))[1]
+    try:
+        for invariant in (True, False):
+            spec = spec_of(batch_invariant=invariant)
+            for exchange in ("all_to_all", "all_gather"):
+                decode(r, spec, [33, 8, 0], Interleaved(3), exchange, True)
+    finally:
+        module.merge_states = merge
+    assert paths == ["torch", "torch", None, None]
+
+
 def check_decode_twice_gives_the_same_bits(r: Rank) -> None:
     for exchange in EXCHANGES:
         _, first, _ = decode(r, spec_of(), [40, 17], Interleaved(4), exchange, False)
