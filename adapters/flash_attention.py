@@ -130,9 +130,13 @@ class FlashAttentionBackend(AdapterBackend):
         """Nothing if one build can do the call; else the reasons of every build.
 
         A build that loads speaks for the name: where one does, the builds that are merely absent
-        are left out, so that the first reason is what stands in the way.
+        are left out, so that the first reason is what stands in the way. Where none does, the
+        limits told are those that no build would lift.
         """
         chosen = _options(options)
+        if not candidates(chosen, device):  # a version that the source does not have
+            want = f"auto, package for version={chosen.version}"
+            return [Reason("source", chosen.source, want)]
         all_reasons: list[list[Reason]] = []
         loaded: list[list[Reason]] = []
         for build in candidates(chosen, device):
@@ -144,7 +148,14 @@ class FlashAttentionBackend(AdapterBackend):
                 loaded.append(reasons)
         if loaded:
             return _unique(loaded)
-        return _unique([cls.dependency_reasons(chosen), *all_reasons])
+        own = [
+            *cls.capabilities.device_reasons(device),
+            *cls.capabilities.spec_reasons(spec, phase),
+        ]
+        shared = set.intersection(*({r.argument for r in reasons} for reasons in all_reasons))
+        shared -= {reason.argument for reason in own}
+        rest = [reason for reason in all_reasons[0] if reason.argument in shared]
+        return _unique([cls.dependency_reasons(chosen), own, rest])
 
     @classmethod
     def kernels(

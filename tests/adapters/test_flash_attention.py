@@ -48,6 +48,25 @@ def test_without_any_package_every_install_command_is_named(install: Any) -> Non
         FlashAttentionBackend(spec())
 
 
+def test_without_any_package_only_limits_that_no_build_would_lift_are_told(install: Any) -> None:
+    def told(fields: dict[str, Any], **options: Any) -> list[str]:
+        chosen = FlashAttentionBackend.Options(**options)
+        found = FlashAttentionBackend.unsupported_reasons(spec(**fields), options=chosen)
+        return [r.argument for r in found if "installed" not in r.got]
+
+    assert told({"page_size": 16}) == []
+    assert told({"page_size": 16}, version="2", source="package") == ["page_size"]
+    for version in ("auto", "2"):
+        assert told({"dtype": torch.float32}, version=version) == ["dtype"]
+    assert told({"has_mask": True, "head_dim": 300}) == ["head_dim", "has_mask"]
+
+
+def test_a_version_that_the_source_does_not_have_is_refused(install: Any) -> None:
+    options = FlashAttentionBackend.Options(version="4", source="vllm")
+    with pytest.raises(UnsupportedCallError, match=r"source=vllm \(supported: auto, package for"):
+        FlashAttentionBackend(spec(), device="cpu", options=options)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
