@@ -6,7 +6,10 @@ is natural, float32, ``[B, H, L]``; a row without keys has ``-inf`` and a zero o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Literal
 
@@ -69,6 +72,22 @@ def compiled(name: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+_ADVICE = "flex_attention called without torch.compile"
+_advised = threading.Event()
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Keep PyTorch, which warns once a process, from advising to compile what is not by choice."""
+    if _advised.is_set():
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ADVICE)
+        yield
+    _advised.set()
 
 
 class TorchFlexPlan(Plan):
@@ -166,16 +185,17 @@ class TorchFlexBackend(AdapterBackend):
             if plan.block_mask is None or visible is not None:
                 plan.block_mask = _block_mask(spec, padded, visible, fast)
             function = compiled("flex_attention") if fast else flex_module().flex_attention
-            o, aux = function(
-                query,
-                key,
-                value,
-                score_mod=score_mod(spec, padded, extras),
-                block_mask=plan.block_mask,
-                scale=spec.scale,
-                enable_gqa=spec.group_size > 1,
-                return_aux=flex_module().AuxRequest(lse=True),
-            )
+            with nullcontext() if fast or torch.compiler.is_compiling() else without_advice():
+                o, aux = function(
+                    query,
+                    key,
+                    value,
+                    score_mod=score_mod(spec, padded, extras),
+                    block_mask=plan.block_mask,
+                    scale=spec.scale,
+                    enable_gqa=spec.group_size > 1,
+                    return_aux=flex_module().AuxRequest(lse=True),
+                )
             o = padded.rows(o)
             if extras.v_scale is not None:
                 o = o.float() * per_head(extras.v_scale, spec, q.device)[:, None]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from standin_varlen import varlen
 from support import assert_close, make_call, reference, run
 
+from attn_backends.adapters import torch_flex
 from attn_backends.adapters.torch_flex import TorchFlexBackend
 from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
@@ -77,6 +81,18 @@ def test_flex_keeps_the_core_of_the_contract_on_the_cpu() -> None:
     report = run_conformance(TorchFlexBackend, requirements=FLEX)
     failed = [f"{r.requirement}/{r.case}: {r.detail}" for r in report.rows if r.status == "failed"]
     assert not failed, "\n".join(failed)
+
+
+def test_flex_is_not_advised_to_compile_what_is_not_compiled_by_choice(monkeypatch) -> None:
+    library = importlib.import_module("torch.nn.attention.flex_attention")
+    monkeypatch.setattr(library, "_WARNINGS_SHOWN", set())
+    monkeypatch.setattr(torch_flex, "_advised", threading.Event())
+    call = make_call(spec(dtype=torch.float32), [3], [9])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        run(TorchFlexBackend(call.spec, device="cpu"), call)
+        assert not warned
+        assert library._WARNINGS_SHOWN  # it did try
 
 
 FEATURES = {
