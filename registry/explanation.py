@@ -16,7 +16,7 @@ from .layers import Settings, resolve
 from .ranking import ranking
 from .registry import AUTO, known_names, lookup
 from .selection import check_call, choose, demanded, policy_reasons
-from .target import judge, parse_options
+from .target import RaisedReason, judge, parse_options
 from .tuning import TuningRow
 
 
@@ -197,7 +197,7 @@ def _explain(
     if name is not None:
         options = settings.options.get(name)
         able = getattr(lookup(name).load(), "kernels", None)  # factories have none
-        kernels = [] if able is None else able(spec, phase, device, _parsed(name, options))
+        kernels = _kernels(able, demanded(spec, settings), phase, device, _parsed(name, options))
     return PhaseChoice(
         phase=phase,
         name=name,
@@ -209,6 +209,17 @@ def _explain(
         measured=None if order is None else order.row,
         kernels=tuple(kernels),
     )
+
+
+def _kernels(
+    able: Any, spec: AttentionSpec, phase: str, device: torch.device, options: Any
+) -> list[str]:
+    if able is None:
+        return []
+    try:
+        return list(able(spec, phase, device, options))
+    except Exception as error:  # words of a stranger's backend; the choice stands without them
+        return [str(RaisedReason.of(error, "kernels"))]
 
 
 def _parsed(name: str, values: Mapping[str, Any] | None) -> Any:

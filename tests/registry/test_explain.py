@@ -124,3 +124,26 @@ def test_the_kernels_of_the_chosen_backend_and_what_stands_against_better_ones_a
     )
     assert "  by: one\n  by: two" in str(choice)
     assert choice.to_dict()["kernels"] == ["one", "two"]
+
+
+def test_kernels_are_asked_about_the_spec_as_the_settings_demand_it(
+    spec: ab.AttentionSpec, register: Register
+) -> None:
+    toy = register("told")
+    toy.kernels = classmethod(lambda cls, spec, *rest: [f"invariant={spec.batch_invariant}"])
+    for demanded in (False, True):
+        config = ab.AttentionConfig(backend="told", batch_invariant=demanded)
+        choice = ab.explain(spec, device="cpu", phase="decode", config=config)["decode"]
+        assert choice.kernels == (f"invariant={demanded}",)
+
+
+def test_a_backend_that_cannot_name_its_kernels_is_explained_all_the_same(
+    spec: ab.AttentionSpec, register: Register
+) -> None:
+    def broken(cls: type, *arguments: Any) -> list[str]:
+        raise KeyError("table")
+
+    register("broken_words").kernels = classmethod(broken)
+    choice = ab.explain(spec, device="cpu", phase="decode", backend="broken_words")["decode"]
+    assert choice.name == "broken_words"
+    assert choice.kernels == ("kernels raised KeyError: 'table'",)
