@@ -129,24 +129,26 @@ class Capabilities:
             raise ValueError(f"features={unknown} (allowed: {', '.join(FEATURES)})")
 
     def device_reasons(self, device: torch.device | None) -> Iterator[Reason]:
-        """Reasons against a device. Asks the driver only if an architecture limit is declared.
+        """Reasons against a device. Asks for an architecture only if a limit is declared.
 
         Args:
             device: Where a call would run; None leaves the device out of it.
 
         Yields:
-            At most one reason: the device's type, or its compute capability.
+            At most one reason: the device's type, that there is none, or its compute capability.
         """
         if device is None:
             return
         if device.type not in self.devices:
             yield Reason("device", device.type, ", ".join(self.devices))
             return
-        low, high = self.min_compute_capability, self.max_compute_capability
-        if device.type != "cuda" or (low is None and high is None):
+        if device.type != "cuda":
             return
         if not torch.cuda.is_available():
             yield Reason("device", "cuda", "a visible CUDA device", "check the driver")
+            return
+        low, high = self.min_compute_capability, self.max_compute_capability
+        if low is None and high is None:
             return
         got = torch.cuda.get_device_capability(device)
         if (low is not None and got < low) or (high is not None and got > high):

@@ -237,6 +237,16 @@ def test_the_device_defaults_to_what_is_visible(spec: ab.AttentionSpec) -> None:
     assert ab.select(spec, backend="torch_native").device.type == want
 
 
+def test_cuda_is_refused_where_there_is_none(
+    spec: ab.AttentionSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = r"device=cuda \(supported: a visible CUDA device\)"
+    for asked in (None, "torch_native"):
+        with pytest.raises(ab.UnsupportedCallError, match=text):
+            ab.select(spec, device="cuda", backend=asked)
+
+
 def test_cuda_is_refused_where_the_backend_does_not_run_there(
     spec: ab.AttentionSpec, register: Register
 ) -> None:
