@@ -321,6 +321,25 @@ def test_how_a_prompt_came_in_moves_no_bit_of_the_invariant_triton_backend(cuts)
     assert torch.equal(torch.cat([p.lse for p in parts]), whole.lse)
 
 
+def test_the_number_of_rows_moves_no_bit_of_an_invariant_sum() -> None:
+    """On a GPU, so many rows that another path of the merge would be the faster one."""
+    from attn_backends.running import RunningState
+
+    cuda = torch.cuda.is_available()
+    device, many = torch.device("cuda" if cuda else "cpu"), 4096 if cuda else 64
+    spec = ab.AttentionSpec(32, 8, 128, dtype=torch.bfloat16, batch_invariant=True)
+    g = torch.Generator().manual_seed(0)
+    o = torch.randn(3, many, 32, 128, generator=g).bfloat16().to(device)
+    lse = torch.randn(3, many, 32, generator=g).to(device)
+    sums = []
+    for rows in (many, 7):
+        state = RunningState(spec, rows, device)
+        for part_o, part_lse in zip(o, lse):
+            state.add(ab.AttentionOutput(part_o[:rows], part_lse[:rows]), slice(0, rows))
+        sums.append(state.finish())
+    assert torch.equal(sums[0].o[:7], sums[1].o) and torch.equal(sums[0].lse[:7], sums[1].lse)
+
+
 def test_a_plan_serves_every_layer_with_the_same_bits() -> None:
     spec = spec_of()
     q, k, v = ragged(spec, Q_LENS, KV_LENS)
