@@ -296,12 +296,13 @@ COMMANDS = [
     line.strip()
     for block in re.findall(r"^```\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
-    if line.startswith("attn-backends ")
+    if re.match(r"(\w+=\S+ )*attn-backends ", line)
 ]
 
 
 def test_the_page_has_commands_of_every_kind() -> None:
     names = {" ".join(line.split()[1:3]) for line in COMMANDS}
+    assert any(line.startswith("ATTN_BACKENDS_TUNING_FILE=") for line in COMMANDS)
     assert names >= {f"bench {n}" for n in (*SMALL, "merge", "host", "compare")}
     assert any(line.startswith("attn-backends tune") for line in COMMANDS)
 
@@ -312,11 +313,18 @@ def test_the_commands_of_the_page_run(
     """In order, in one folder; a GPU is not asked for."""
     monkeypatch.chdir(tmp_path)
     for line in COMMANDS:
-        words = shlex.split(line)[1:]
+        words = shlex.split(line)
+        start = words.index("attn-backends") + 1
+        settings, words = words[: start - 1], words[start:]
         if "compare" not in words and "--device" not in words and words[0] in ("bench", "tune"):
             continue  # standard points, which take a GPU
-        answer = cli(*words)
+        with monkeypatch.context() as patch:
+            for setting in settings:
+                patch.setenv(*setting.split("=", 1))
+            answer = cli(*words)
         assert answer.code == 0, f"{line}\n{answer.stdout}{answer.stderr}"
+        if settings and not torch.cuda.is_available():
+            assert "measured on cpu" in answer.stdout
 
 
 # --- progress -----------------------------------------------------------------------------------
