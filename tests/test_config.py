@@ -280,7 +280,7 @@ def test_the_environment_fills_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("BACKEND", "", ["valid: auto", "torch_native"]),
+        ("BACKEND", "", ["valid: auto", "torch_native", "leave it unset"]),
         ("DECODE", " ", ["valid: auto", "torch_native"]),
         ("DENY", "", ["valid: ", "torch_native"]),
         ("ALLOW", "torch_native,,", ["valid: ", "torch_native"]),
