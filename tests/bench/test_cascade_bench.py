@@ -107,7 +107,7 @@ def test_a_peer_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_wrong_cascade_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn_backends.bench import cascade
 
-    def lost(states: Any, out: Any = None) -> AttentionOutput:
+    def lost(states: Any, **more: Any) -> AttentionOutput:
         return states[-1]  # the shared keys are forgotten
 
     monkeypatch.setattr("attn_backends.cascade.merge_states", lost)
