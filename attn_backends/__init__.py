@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .batch import Batch
     from .capabilities import Capabilities, IntSet
     from .capacity import Capacity
-    from .cascade import cascade_attention
+    from .cascade import cascade_attention, plan_cascade
     from .chunked import chunked_attention, plan_chunked
     from .config import AttentionConfig, configure
     from .counters import Stats, stats
@@ -56,7 +56,7 @@ _MODULES = {
     "batch": ("Batch",),
     "capabilities": ("Capabilities", "IntSet"),
     "capacity": ("Capacity",),
-    "cascade": ("cascade_attention",),
+    "cascade": ("cascade_attention", "plan_cascade"),
     "chunked": ("chunked_attention", "plan_chunked"),
     "config": ("AttentionConfig", "configure"),
     "counters": ("Stats", "stats"),
@@ -143,6 +143,7 @@ __all__ = [
     "merge_states",
     "observe",
     "observed",
+    "plan_cascade",
     "plan_chunked",
     "plan_ring",
     "plan_sharded_decode",
