@@ -92,7 +92,7 @@ class TritonBackend(AttentionBackend):
             from . import plan  # noqa: F401
         except Exception as error:  # a broken install may raise anything
             text = f"{type(error).__name__}: {error}"
-            return [Reason("triton", text, ">=3.6", "pip install triton")]
+            return [Reason("triton", text, ">=3.5", "pip install triton")]
         return []
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -110,3 +111,29 @@ if __name__ == "__main__":
     head = "# What docs/stability.md promises: names of attn_backends, and their parameters."
     lines = [f"{name}: {' '.join(parameters(name))}".rstrip() for name in sorted(ab.__all__)]
     PUBLIC.write_text("\n".join([head, *lines]) + "\n")
+
+
+def test_reasons_ask_for_the_versions_that_the_package_asks_for() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    code = """
+import sys
+missing = ("triton", "flash_attn", "flashinfer")
+sys.modules.update(dict.fromkeys(missing))  # None: the import fails
+import attn_backends as ab
+for info in ab.list_backends():
+    for reason in info.reasons:
+        print(info.name, reason.argument, reason.want)
+"""
+    env = {"PYTHONPATH": str(ROOT), "PATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    wanted = [line.split(" ", 2) for line in done.stdout.splitlines()]
+    for backend, argument, distribution in (
+        ("triton", "triton", "triton"),
+        ("flash_attention", "flash_attn", "flash-attn"),
+        ("flashinfer", "flashinfer", "flashinfer-python"),
+    ):
+        version = re.search(rf'"{distribution}(>=[\d.]+)', project)
+        assert version is not None and [backend, argument, version[1]] in wanted, wanted
