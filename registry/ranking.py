@@ -120,10 +120,11 @@ class Ranking:
         if self.row is not None and chosen in self.row.median_us:
             best = self.row.median_us[chosen]
             got = self.row.median_us.get(name)
-            text = "not measured" if got is None else f"{got:g}"
-            return Reason("median_us", text, f"{best:g}, {chosen}, measured")
+            text, how = ("not measured", "") if got is None else (f"{got:g}", " faster")
+            return Reason("median_us", text, f"< {best:g}", f"{chosen} was measured{how}")
         order = list(self)
-        return Reason("rank", str(order.index(name) + 1), f"{order.index(chosen) + 1}, {chosen}")
+        place, first = order.index(name) + 1, order.index(chosen) + 1
+        return Reason("rank", str(place), f"{first}", f"able, but {chosen} comes before it")
 
 
 def ranking(

@@ -147,3 +147,12 @@ def test_a_backend_that_cannot_name_its_kernels_is_explained_all_the_same(
     choice = ab.explain(spec, device="cpu", phase="decode", backend="broken_words")["decode"]
     assert choice.name == "broken_words"
     assert choice.kernels == ("kernels raised KeyError: 'table'",)
+
+
+def test_an_able_backend_is_told_which_one_comes_before_it(
+    spec: ab.AttentionSpec, register: Register
+) -> None:
+    register("later")
+    choice = ab.explain(spec, device="cpu", phase="decode")["decode"]
+    (reason,) = choice.rejected["later"]
+    assert str(reason) == "rank=2 (supported: 1); able, but torch_native comes before it"
