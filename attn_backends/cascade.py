@@ -18,6 +18,7 @@ from .backend import AttentionBackend
 from .batch import Batch
 from .capacity import Capacity
 from .errors import InvalidInputError, Reason, UnsupportedCallError
+from .forms import spec_of
 from .merge import apply_sinks, merge_states
 from .merge.dispatch import steady_path
 from .output import AttentionOutput
@@ -259,17 +260,12 @@ def cascade_attention(
         _check_levels(batches, None)
         first, count = batches[0], len(batches)
     first_k, first_v = _per_level("k", k, count)[0], _per_level("v", v, count)[0]
-    for name, x in (("q", q), ("k", first_k)):
-        if not isinstance(x, torch.Tensor) or x.dim() < 3:
-            raise InvalidInputError.of(name, getattr(x, "shape", type(x).__name__), "[.., H, D]")
-    spec = AttentionSpec(
-        num_heads=q.shape[1],
-        num_kv_heads=first_k.shape[-2],
-        head_dim=q.shape[-1],
-        head_dim_v=head_dim_v if first_v is None else first_v.shape[-1],
-        dtype=q.dtype,
-        kv_dtype=first_k.dtype,
-        page_size=first_k.shape[1] if first.is_paged else None,
+    spec = spec_of(
+        q,
+        first_k,
+        first_v,
+        first.is_paged,
+        head_dim_v=head_dim_v,
         causal=causal,
         softcap=softcap,
         sm_scale=sm_scale,

@@ -20,6 +20,7 @@ import torch
 from .backend import AttentionBackend
 from .batch import Batch
 from .errors import AttnBackendsError, InvalidInputError
+from .forms import spec_of
 from .output import AttentionOutput
 from .pieces import BackendLike, Call, Work, bind, plan_calls, refuse_positions
 from .running import RunningState
@@ -310,17 +311,12 @@ def chunked_attention(
         InvalidInputError: An input is malformed; the message names it.
         UnsupportedCallError: No backend, or not the one asked for, can do the call.
     """
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, torch.Tensor) or x.dim() < 3:
-            raise InvalidInputError.of(name, getattr(x, "shape", type(x).__name__), "[.., H, D]")
-    spec = AttentionSpec(
-        num_heads=q.shape[1],
-        num_kv_heads=k.shape[-2],
-        head_dim=q.shape[-1],
-        head_dim_v=head_dim_v if v is None else v.shape[-1],
-        dtype=q.dtype,
-        kv_dtype=k.dtype,
-        page_size=k.shape[1] if batch.is_paged else None,
+    spec = spec_of(
+        q,
+        k,
+        v,
+        batch.is_paged,
+        head_dim_v=head_dim_v,
         causal=causal,
         softcap=softcap,
         sm_scale=sm_scale,

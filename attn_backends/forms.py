@@ -15,6 +15,7 @@ import torch
 
 from .batch import INDEX_DTYPES, Batch
 from .errors import InvalidInputError
+from .spec import AttentionSpec
 
 
 class Lengths(NamedTuple):
@@ -64,6 +65,42 @@ class Lengths(NamedTuple):
 def uniform_batch(num_seqs: int, q_len: int, kv_len: int, device: torch.device) -> Batch:
     """The batch of a dense call without lengths; the same shapes share one."""
     return Batch.from_lengths([q_len] * num_seqs, [kv_len] * num_seqs, device=device)
+
+
+def spec_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, is_paged: bool, *,
+    head_dim_v: int | None, causal: bool, softcap: float | None, sm_scale: float | None,
+) -> AttentionSpec:  # fmt: skip
+    """The spec that tensors of a call stand for.
+
+    Args:
+        q: ``[T, H, D]``.
+        k: ``[Tk, HK, D]``, or pages ``[num_pages, page_size, HK, D]``.
+        v: As ``k`` with DV lanes; None where values are the first ``head_dim_v`` lanes of keys.
+        is_paged: Whether keys lie in pages.
+        head_dim_v: DV where ``v`` is None.
+        causal: Bottom-right.
+        softcap: Cap of the scores.
+        sm_scale: Scale of the scores; None is ``D**-0.5``.
+
+    Raises:
+        InvalidInputError: An input is no tensor of that many dims, or the spec is malformed.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, torch.Tensor) or x.dim() < 3:
+            raise InvalidInputError.of(name, getattr(x, "shape", type(x).__name__), "[.., H, D]")
+    return AttentionSpec(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=head_dim_v if v is None else v.shape[-1],
+        dtype=q.dtype,
+        kv_dtype=k.dtype,
+        page_size=k.shape[1] if is_paged else None,
+        causal=causal,
+        softcap=softcap,
+        sm_scale=sm_scale,
+    )
 
 
 class Given(NamedTuple):

@@ -16,15 +16,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .report import save
 from .vllm_prompts import random_ids, tokenized
-from .vllm_run import Engine, agreement, smollm2_folder, throughput
+from .vllm_run import Engine, agreement, serve_models, smollm2_folder, throughput
 
 OURS = "attn_backends"
 REFERENCE = {"cuda": "triton", "cpu": "torch_native"}
@@ -204,21 +201,7 @@ def main() -> int:
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")
     options = parser.parse_args()
-    deadline = time.monotonic() + options.limit
-    rows: list[dict[str, Any]] = []
-    started: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in options.models.split(","):
-            more, how = serve(name, Path(scratch), options, deadline)
-            rows, started = rows + more, started | how
-            for row in more:
-                print(show(row), flush=True)
-            save(options.json, "attn_backends.bench.sglang_run", rows, engines=started)
-        if options.logs:
-            Path(options.logs).mkdir(parents=True, exist_ok=True)
-            for log in Path(scratch).glob("*.log"):
-                (Path(options.logs) / log.name).write_text(log.read_text(errors="replace")[-60000:])
-    return 0 if rows else 1
+    return serve_models(options, serve, show, "attn_backends.bench.sglang_run")
 
 
 if __name__ == "__main__":

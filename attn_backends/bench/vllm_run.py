@@ -19,14 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from .report import save
 from .vllm_prompts import random_ids, tokenized, uniform
 
 OURS = "attn_backends"
+Serve: TypeAlias = Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]
 CAPTURE = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
 LOGPROBS = 8
 NEW_TOKENS = 64
@@ -358,6 +360,34 @@ def show(row: dict[str, Any]) -> str:
     )
 
 
+def serve_models(
+    options: argparse.Namespace, serve: Serve, show: Callable[[dict[str, Any]], str], module: str
+) -> int:
+    """Serve each model in turn, print and save its rows; 0 if there are any.
+
+    Args:
+        options: ``models`` with commas between, ``limit``, ``logs`` and ``json``.
+        serve: Serves one model: its name, a folder for logs, the options and the deadline.
+        show: A row for people.
+        module: What the results file names as its command.
+    """
+    deadline = time.monotonic() + options.limit
+    rows: list[dict[str, Any]] = []
+    started: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in options.models.split(","):
+            more, how = serve(name, Path(scratch), options, deadline)
+            rows, started = rows + more, started | how
+            for row in more:
+                print(show(row), flush=True)
+            save(options.json, module, rows, engines=started)
+        if options.logs:
+            Path(options.logs).mkdir(parents=True, exist_ok=True)
+            for log in Path(scratch).glob("*.log"):
+                (Path(options.logs) / log.name).write_text(log.read_text(errors="replace")[-60000:])
+    return 0 if rows else 1
+
+
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -370,21 +400,7 @@ def main() -> int:
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")
     options = parser.parse_args()
-    deadline = time.monotonic() + options.limit
-    rows: list[dict[str, Any]] = []
-    started: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in options.models.split(","):
-            more, how = serve(name, Path(scratch), options, deadline)
-            rows, started = rows + more, started | how
-            for row in more:
-                print(show(row), flush=True)
-            save(options.json, "attn_backends.bench.vllm_run", rows, engines=started)
-        if options.logs:
-            Path(options.logs).mkdir(parents=True, exist_ok=True)
-            for log in Path(scratch).glob("*.log"):
-                (Path(options.logs) / log.name).write_text(log.read_text(errors="replace")[-60000:])
-    return 0 if rows else 1
+    return serve_models(options, serve, show, "attn_backends.bench.vllm_run")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 
@@ -14,9 +15,16 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from attn_backends.triton_native.cuts import (  # noqa: E402
+    CUT_LOSS,
+    MERGE,
+    MERGE_PART,
+    MERGE_ROWS,
+    NEXT,
+    START,
     WAVES,
     choose_chunk,
     choose_chunk_on_device,
+    cut,
     prefers_many,
     wave_keys,
 )
@@ -103,3 +111,27 @@ def test_the_model_chooses_cuts_that_were_measured_to_be_fast(kind):
         nearest = min(here, key=lambda r: abs(r["splits"] - parts))
         best = min(r["median_us"] for r in here)
         assert nearest["median_us"] <= 1.06 * best, (point, parts, nearest["splits"])
+
+
+def test_the_model_predicts_the_times_that_it_was_fitted_to():
+    data = json.loads(MEASURED.read_text())
+    rows = [r for r in data["rows"] if r["set"] == "d128" and "splits" in r and r["default"]]
+    assert len(rows) == 35
+    errors = [_predicted_us(r) / r["median_us"] - 1 for r in rows]
+    assert math.sqrt(sum(e * e for e in errors) / len(errors)) < 0.08
+    assert max(map(abs, errors)) < 0.25  # 512 programs of four tiles each start twice
+
+
+def _predicted_us(row):
+    """What ``choose_chunk`` weighs against other cuts, for one measured cut."""
+    processors = H200["processors"]
+    parts, size = cut(row["kv_len"], 0, row["splits"], row["block_n"])
+    base, slots = row["batch"] * row["num_kv_heads"], processors * row["occupancy"]
+    full, rest = divmod(base * parts - 1, slots)
+    rest += 1
+    keys = full * wave_keys(slots, size, processors) + wave_keys(rest, size, processors)
+    us = keys / row["rate"]
+    if parts > 1:
+        rows = max(base * row["group"] / (processors * MERGE_ROWS), 1.0)
+        us = CUT_LOSS * us + MERGE + MERGE_PART * parts * rows
+    return us + START + (-(-rest // processors) - 1) * NEXT
