@@ -5,8 +5,9 @@
 
 The second line is a rehearsal. One process per GPU, NCCL between them, without NVLink multicast.
 Answers are checked first, then the whole, compute alone and exchange alone are timed in turn; a
-sample is the time of the slowest rank. After that one GPU times its share among 1 to 64, for the
-model of cost. Medians.
+sample is the time of the slowest rank. Every rank of a decode reads a pool of its own that holds
+its share of the keys and nothing else, as a rank of a server does. After that one GPU times its
+share among 1 to 64, for the model of cost. Medians.
 """
 
 from __future__ import annotations
@@ -220,7 +221,11 @@ def prefill(run: Run, tokens: int, rounds: int) -> None:
 
 
 def decode(run: Run, batch_size: int, kv_len: int, rounds: int) -> None:
-    """One token of each sequence, over keys whose pages are dealt out to the ranks."""
+    """One token of each sequence, over keys whose pages are dealt out to the ranks.
+
+    The pages of a rank are copied into a pool of their own: left where they are among the others,
+    they would be every n-th piece of 32 KB, which reads slower and which no server has.
+    """
     case = run.case(batch_size, 1, kv_len, PAGE)
     spec, world, pages = run.spec(case), run.world, kv_len // PAGE
     ones, kv_lens = [1] * batch_size, [kv_len] * batch_size
@@ -230,16 +235,19 @@ def decode(run: Run, batch_size: int, kv_len: int, rounds: int) -> None:
     whole = bind(run.args.backend, spec, "decode", run.device)
     whole_plan = whole.plan(Batch.from_lengths(ones, kv_lens, page_table=table, device=run.device))
     want = whole.run(q, *caches, whole_plan)
+    mine = table[:, run.rank :: world]
+    pools = [x[mine.flatten().to(run.device)] for x in caches]  # this rank's pages, dense
+    local_table = torch.arange(mine.numel()).view(mine.shape)
     batch = shard_batch(ones, kv_lens, Interleaved(PAGE), run.rank, world,
-                        page_table=table[:, run.rank :: world], device=run.device)  # fmt: skip
+                        page_table=local_table, device=run.device)  # fmt: skip
     plan = plan_sharded_decode(spec, batch, run.mesh, backend=run.args.backend)
-    local = plan.local(q, *caches)
-    error, right = error_of(plan.run(q, *caches), want)
+    local = plan.local(q, *pools)
+    error, right = error_of(plan.run(q, *pools), want)
     right = run.agree(right)
     variants: dict[str, Callable[[], Any] | None] = {
         "1 GPU": (lambda: whole.run(q, *caches, whole_plan)) if run.rank == 0 else None,
-        f"{world} GPUs": lambda: plan.run(q, *caches),
-        "compute alone": lambda: plan.local(q, *caches),
+        f"{world} GPUs": lambda: plan.run(q, *pools),
+        "compute alone": lambda: plan.local(q, *pools),
         "exchange alone": lambda: plan.combine(local),
     }
     size = local.o.numel() * local.o.element_size() + local.lse.numel() * 4
@@ -280,8 +288,14 @@ def _add_all(
     run.save()
 
 
-def exchanges(run: Run, rounds: int) -> None:
-    """A hop of the ring, and the exchange of decode states, by size: the model's links."""
+def _modes(run: Run) -> dict[str, Callable[..., dict[str, Times]]]:
+    """Ways to issue calls: Python calls them, and on a GPU a graph replays them too."""
+    eager = {"eager": run.timer.eager}
+    return eager | {"graph": run.timer.graphs} if run.device.type == "cuda" else eager
+
+
+def hops(run: Run, rounds: int) -> None:
+    """A hop of the ring, by the size of what travels."""
     for tokens in (64, 8192, 131072) if run.device.type == "cuda" else (64, 4096):
         case = run.case(1, tokens, tokens)
         shards = zigzag_shards([tokens], run.world)
@@ -289,11 +303,17 @@ def exchanges(run: Run, rounds: int) -> None:
                          device=run.device)  # fmt: skip
         shape = (shards.num_keys(run.rank), case.num_kv_heads, case.head_dim)
         k, v = (torch.zeros(shape, dtype=run.dtype, device=run.device) for _ in range(2))
-        hops = run.world - 1
+        steps = run.world - 1
         call = lambda p=plan, k=k, v=v: p.exchange_only(k, v)  # noqa: E731
-        times = run.timer.eager({"x": call}, rounds, calls=4)["x"]
         size = case.kv_bytes // run.world
-        run.add("ring-hop", case, "exchange of a shard", "eager", times, bytes=size, hops=hops)
+        for mode, measure in _modes(run).items():
+            times = measure({"x": call}, rounds, calls=4)["x"]
+            run.add("ring-hop", case, "exchange of a shard", mode, times, bytes=size, hops=steps)
+            run.save()
+
+
+def state_exchanges(run: Run, rounds: int) -> None:
+    """Every exchange of decode states, by size."""
     for tokens in (1, 64, 512):
         for how in ("all_gather", "all_to_all", "reduce_scatter"):
             case = run.case(tokens, 1, 1)
@@ -307,10 +327,7 @@ def exchanges(run: Run, rounds: int) -> None:
                                           exchange=how, replicate=how == "all_gather")  # fmt: skip
             call = lambda p=sharded, s=state: p.combine(s)  # noqa: E731
             size = state.o.numel() * state.o.element_size() + state.lse.numel() * 4
-            modes = {"eager": run.timer.eager}
-            if run.device.type == "cuda":
-                modes["graph"] = run.timer.graphs
-            for mode, measure in modes.items():
+            for mode, measure in _modes(run).items():
                 times = measure({"x": call}, rounds, calls=20)["x"]
                 run.add("cp-exchange", case, f"exchange {how}", mode, times, bytes=size,
                         hops=run.world - 1)  # fmt: skip
@@ -335,8 +352,9 @@ def worker(rank: int, world: int, store: str, args: argparse.Namespace) -> None:
     prefill(run, args.prefill, args.rounds)
     decode(run, 1, args.decode, args.rounds)
     decode(run, 8, args.decode // 8, args.rounds)
-    exchanges(run, args.rounds)
+    state_exchanges(run, args.rounds)
     run.save()
+    hops(run, args.rounds)
     gc.collect()  # graphs hold the communicator
     dist.barrier()
     dist.destroy_process_group()
