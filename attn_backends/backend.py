@@ -191,16 +191,19 @@ class AttentionBackend(ABC):
 
         Raises:
             InvalidInputError: The batch does not fit the spec or the capacity.
-            UnsupportedCallError: The backend does not run under CUDA graphs.
+            UnsupportedCallError: The backend does not run on the batch's device, or not under
+                CUDA graphs.
         """
         check_batch(batch, self.spec)
+        if batch.device.type not in self.capabilities.devices:
+            allowed = ", ".join(self.capabilities.devices)
+            fix = "build the batch with device="
+            raise self._refusal(Reason("batch.device", str(batch.device), allowed, fix))
         if capacity is None:
             return self._plan(batch, None)
         if "cuda_graph" not in self.capabilities.features:
-            reason = Reason("capacity", "given", "None", "this backend is not graph-capturable")
-            raise UnsupportedCallError(
-                f"{self.name}: {reason}", backend=self.name, reasons=[reason]
-            )
+            fix = "this backend is not graph-capturable"
+            raise self._refusal(Reason("capacity", "given", "None", fix))
         return self._plan(make_buffers(batch, capacity, self.spec.page_size), capacity)
 
     def run(
@@ -302,6 +305,9 @@ class AttentionBackend(ABC):
         out.o.zero_()
         out.lse.fill_(float("-inf"))
         return out
+
+    def _refusal(self, reason: Reason) -> UnsupportedCallError:
+        return UnsupportedCallError(f"{self.name}: {reason}", backend=self.name, reasons=[reason])
 
     def _plan(self, batch: Batch, capacity: Capacity | None) -> Plan:
         return Plan(self, batch, capacity)

@@ -324,6 +324,15 @@ def test_reasons_are_written_in_one_grammar(argument, got, want, fix):
     assert text == f"{argument}={got} (supported: {want})" + (f"; {fix}" if fix else "")
 
 
+def test_a_plan_refuses_a_batch_on_a_device_that_the_backend_does_not_serve():
+    class Elsewhere(Recorder):
+        name = "elsewhere"
+        capabilities = replace(Recorder.capabilities, devices=("cuda",))
+
+    with pytest.raises(UnsupportedCallError, match=r"batch\.device=cpu \(supported: cuda\)"):
+        Elsewhere(RAGGED).plan(Batch.from_lengths([2], [2]))
+
+
 def test_a_refusal_carries_every_reason_in_order():
     spec = AttentionSpec(
         4, 2, 96, 1, dtype=torch.float64, page_size=3, window=(1, 0), softcap=1.0, has_mask=True
