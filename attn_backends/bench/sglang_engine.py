@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .serving import undisturbed
+
 SETTINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -46,15 +48,27 @@ def top(step: list[Any]) -> dict[str, float]:
 
 
 def generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens for every prompt; with ``logprobs`` the best of each step too."""
-    engine.flush_cache()
+    """Greedy tokens for every prompt; with ``logprobs`` the best of each step too.
+
+    ``max_tokens`` is one number, or one for each prompt; with ``cached`` the prompts are in the
+    cache before the time begins.
+    """
+
+    def sampling(count: int) -> dict[str, Any]:
+        return {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+
     more: dict[str, Any] = {}
     if command.get("logprobs"):
         more = {"return_logprob": True, "top_logprobs_num": command["logprobs"]}
-    params = {"temperature": 0, "max_new_tokens": command["max_tokens"], "ignore_eos": True}
-    start = time.perf_counter()
-    outputs = engine.generate(input_ids=command["prompts"], sampling_params=params, **more)
-    answer: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    most = command["max_tokens"]
+    params = [sampling(n) for n in most] if isinstance(most, list) else sampling(most)
+    engine.flush_cache()
+    if command.get("cached"):
+        engine.generate(input_ids=command["prompts"], sampling_params=sampling(1))
+    with undisturbed():
+        start = time.perf_counter()
+        outputs = engine.generate(input_ids=command["prompts"], sampling_params=params, **more)
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - start}
     facts = [each["meta_info"] for each in outputs]
     answer["cached"] = sum(each["cached_tokens"] for each in facts)
     if command.get("tokens", True):

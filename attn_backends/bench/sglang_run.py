@@ -3,9 +3,9 @@
     python -m attn_backends.bench.sglang_run --models smollm2,llama8 --json OUT.json
 
 Every engine is SGLang with its radix cache, chunked prefill and CUDA graphs of decode, all on the
-same GPU. Correctness first: greedy tokens of 64 prompts with shared prefixes; where two engines
-part, the reference's logits tell how near the two tokens were. Then throughput, the engines
-taking turns, and medians over the turns.
+same GPU. Correctness first, ``serving_tokens``: greedy tokens of 64 prompts with shared prefixes,
+as they come and step by step under the same text. Then throughput, ``serving_rates``: the engines
+take turns, and are compared within a turn.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .serving import OURS, Engine, serve_models, smollm2_folder
+from .serving_rates import throughput
+from .serving_tokens import agreement
 from .vllm_prompts import random_ids, tokenized
-from .vllm_run import Engine, agreement, serve_models, smollm2_folder, throughput
 
-OURS = "attn_backends"
 REFERENCE = {"cuda": "triton", "cpu": "torch_native"}
 CAPTURE = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
 
@@ -108,6 +109,10 @@ def start(
         "context_length": 2048,
         "more": {"device": options.device, **more},
     }
+    env = {**os.environ, "ATTN_BACKENDS_BACKEND": options.backend}
+    if options.dtype == "float32":
+        # SGLang's Triton kernels multiply as TF32 unless told otherwise, ours never do.
+        env["TRITON_F32_DEFAULT"] = "ieee"
     label = f"{folder.name}-{options.dtype}-{backend}"
     log = logs / f"{label}.log"
     command = [sys.executable, "-m", "attn_backends.bench.sglang_engine", json.dumps(settings)]
@@ -117,10 +122,10 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "ATTN_BACKENDS_BACKEND": options.backend},
+        env=env,
         start_new_session=True,
     )
-    return Engine(backend, model, options.dtype, process, log)  # type: ignore[arg-type]
+    return Engine(backend, model, options.dtype, process, log)
 
 
 def stop(engine: Engine) -> None:
@@ -155,32 +160,15 @@ def serve(
             print(label, "up" if each.ready else f"FAILED: {each.why()}", flush=True)
         up = [each for each in engines if each.ready]
         if len(up) == len(engines):
-            rows += agreement(up, prompts, deadline)
+            rows += agreement("sglang_tokens", up, prompts, deadline)
             if options.turns:
-                rows += throughput(up, prompts, options.turns, deadline)
+                rows += throughput("sglang_throughput", up, prompts, options.turns, deadline)
     finally:
         for each in engines:
             stop(each)
     for row in rows:
-        row["bench"] = row["bench"].replace("vllm", "sglang")
         row["case"] |= {"page_size": options.page_size}
     return rows, started
-
-
-def show(row: dict[str, Any]) -> str:
-    """A row in one line."""
-    head = f"{row['case']['model'][:22]} {row['case']['dtype']} {row['backend']}"
-    if row["bench"] == "sglang_tokens":
-        return (
-            f"{head} vs {row['reference']}: {row['equal_sequences']}/{row['sequences']} sequences, "
-            f"{row['equal_tokens']:.4f} tokens, max gap {row['max_gap']:.4f}, beyond "
-            f"{row['beyond_top']}, logprob {row['max_logprob_difference']:.4f}, cached "
-            f"{row['cached_prompt_tokens']}/{row['prompt_tokens']}"
-        )
-    return (
-        f"{head} {row['case']['workload']}: {row['tokens_per_s']:.0f} tokens/s "
-        f"({row['slowest']:.0f}..{row['fastest']:.0f})"
-    )
 
 
 def main() -> int:
@@ -190,18 +178,18 @@ def main() -> int:
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--page-size", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=100_000, help="slots of the pool")
+    parser.add_argument("--tokens", type=int, default=130_000, help="slots of the pool")
     parser.add_argument("--prefill-graphs", default="disabled", help="or breakable")
     parser.add_argument("--device", default="cuda", choices=tuple(REFERENCE))
     parser.add_argument("--engine", default="{}", help="further arguments of the engine, JSON")
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--prompts", type=int, default=0, help="only the first so many")
-    parser.add_argument("--turns", type=int, default=5, help="of throughput; 0 leaves it out")
+    parser.add_argument("--turns", type=int, default=12, help="of throughput; 0 leaves it out")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")
     options = parser.parse_args()
-    return serve_models(options, serve, show, "attn_backends.bench.sglang_run")
+    return serve_models(options, serve, "attn_backends.bench.sglang_run")
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ def _engine(rows: list[dict[str, Any]]) -> list[str]:
             "against": r["reference"],
             "equal sequences": f"{r['equal_sequences']} of {r['sequences']}",
             "tokens before a difference": f"{100 * r['equal_tokens']:.1f} %",
+            **_same_text(r),
             "largest gap of logits there": f"{r['max_gap']:.3f}",
             "largest difference of a logprob": f"{r['max_logprob_difference']:.3f}",
         }
@@ -132,8 +133,25 @@ def _engine(rows: list[dict[str, Any]]) -> list[str]:
             row[f"{r['backend']}, tokens/s"] = (
                 f"{r['tokens_per_s']:.0f} ({r['slowest']:.0f} to {r['fastest']:.0f})"
             )
+            if r.get("ratio") and r["backend"] != r["reference"]:
+                row[f"{r['backend']} / {r['reference']} within a turn"] = (
+                    f"{r['ratio']:.3f} ({r['ratio_p25']:.3f} to {r['ratio_p75']:.3f})"
+                )
     speed = [{"model": m, "workload": w, **row} for (m, w), row in rates.items()]
     return [*_markdown(tokens), *(["", *_markdown(speed)] if speed else [])]
+
+
+def _same_text(row: dict[str, Any]) -> dict[str, str]:
+    """Steps under the reference's text, where they were compared."""
+    if "parted" not in row:
+        return {}
+    decided = f"{row['decided_parted']} of {row['decided_steps']}" if "noise" in row else ""
+    return {
+        "other choice under the same text": f"{row['parted']} of {row['steps']} steps",
+        "at exact ties": str(row["parted_at_ties"]),
+        "at decided steps": decided,
+        "largest move of a gap": f"{row['gap_moved_max']:.3g}",
+    }
 
 
 def _shape(case: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .serving import undisturbed
+
 #: Uniform weights of this half width have the spread that trained models start from.
 WEIGHT = 0.035
 
@@ -112,21 +114,32 @@ class Watch:
 
 
 def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
-    """Greedy tokens for every prompt; with ``logprobs`` the best of each step too."""
+    """Greedy tokens for every prompt; with ``logprobs`` the best of each step too.
+
+    ``max_tokens`` is one number, or one for each prompt; with ``cached`` the prompts are in the
+    cache before the time begins.
+    """
     from vllm import SamplingParams
 
-    llm.reset_prefix_cache()
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=command["max_tokens"],
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=command.get("logprobs"),
-    )
+    def sampling(count: int) -> Any:
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=command.get("logprobs"),
+        )
+
     prompts = [{"prompt_token_ids": ids} for ids in command["prompts"]]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    answer: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    most = command["max_tokens"]
+    params = [sampling(n) for n in most] if isinstance(most, list) else sampling(most)
+    llm.reset_prefix_cache()
+    if command.get("cached"):
+        llm.generate(prompts, sampling(1), use_tqdm=False)
+    with undisturbed():
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - start}
     answer["cached"] = sum(each.num_cached_tokens or 0 for each in outputs)
     if command.get("tokens", True):
         answer["tokens"] = [list(each.outputs[0].token_ids) for each in outputs]

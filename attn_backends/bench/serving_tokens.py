@@ -1,0 +1,220 @@
+"""Whether two engines say the same, and where not, how near a tie it was.
+
+Greedy tokens of whole sequences come first. One other choice changes all that follows, so every
+step is compared under the reference's own text too: where an engine parts from the reference, it
+goes on from the reference's token instead of its own. The *gap* of a step is how far the
+reference's best token lies before its second, in log-probability. An engine may choose otherwise
+only where its rounding moves a gap by more than the gap itself; how far roundings do move gaps is
+measured on the engine's own backends, and steps with a larger gap count as decided.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .serving import OURS, Engine
+
+LOGPROBS = 8
+NEW_TOKENS = 64
+#: Times that sequences go on from the reference's token; what is left then was not compared.
+RESUMES = 40
+
+Answer = dict[str, Any]
+Step = dict[str, float]  # log-probability by token, of the best few
+
+
+@dataclass
+class Compared:
+    """Steps of an engine against those of the reference, under the reference's text.
+
+    Attributes:
+        gaps: The reference's gap of every step.
+        parted: The gaps of those steps at which the engine chose otherwise.
+        moved: How far the engine moved the gap of a step, where it saw both tokens.
+        drift: How far log-probabilities of the reference's tokens lie apart.
+    """
+
+    gaps: list[float] = field(default_factory=list)
+    parted: list[float] = field(default_factory=list)
+    moved: list[float] = field(default_factory=list)
+    drift: list[float] = field(default_factory=list)
+
+    def add(self, wanted: int, chosen: int, reference: Step, own: Step) -> None:
+        """One step: the reference's token, the engine's, and what both thought of them."""
+        gap = gap_of(wanted, reference)
+        self.gaps.append(gap)
+        second = runner_up(wanted, reference)
+        if str(wanted) in own:
+            self.drift.append(abs(reference[str(wanted)] - own[str(wanted)]))
+            if second in own:
+                self.moved.append(abs(gap - (own[str(wanted)] - own[second])))
+        if chosen != wanted:
+            # How much worse the reference thinks of what was chosen; at least its lead.
+            self.parted.append(
+                reference[str(wanted)] - reference[str(chosen)]
+                if str(chosen) in reference
+                else float("inf")
+            )
+
+    def facts(self) -> dict[str, Any]:
+        """For a row of results."""
+        finite = [gap for gap in self.parted if gap != float("inf")]
+        return {
+            "steps": len(self.gaps),
+            "parted": len(self.parted),
+            "parted_at_ties": sum(gap == 0.0 for gap in self.parted),
+            "beyond_top": len(self.parted) - len(finite),
+            "max_gap": max(finite, default=0.0),
+            "median_gap": statistics.median(finite) if finite else 0.0,
+            "gap_moved_median": statistics.median(self.moved) if self.moved else 0.0,
+            "gap_moved_max": max(self.moved, default=0.0),
+            "max_logprob_difference": max(self.drift, default=0.0),
+        }
+
+
+def runner_up(token: int, step: Step) -> str:
+    """The best token of a step beside one."""
+    return max((t for t in step if t != str(token)), key=lambda t: step[t])
+
+
+def gap_of(token: int, step: Step) -> float:
+    """How far a token lies before the best of the others."""
+    return step[str(token)] - step[runner_up(token, step)]
+
+
+def whole_sequences(reference: Answer, answer: Answer) -> dict[str, Any]:
+    """How far greedy tokens agree, each engine going its own way."""
+    same, tokens, agreed = 0, 0, 0
+    for a, b in zip(reference["tokens"], answer["tokens"]):
+        first = first_difference(a, b)
+        tokens, same = tokens + len(a), same + (first is None)
+        agreed += len(a) if first is None else first
+    return {
+        "sequences": len(reference["tokens"]),
+        "equal_sequences": same,
+        "tokens": tokens,
+        "equal_tokens": agreed / max(tokens, 1),
+    }
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Where two sequences part."""
+    return next((j for j, (x, y) in enumerate(zip(a, b)) if x != y), None)
+
+
+def same_text(
+    engine: Engine, prompts: list[list[int]], reference: Answer, first: Answer, deadline: float
+) -> Compared:
+    """Compare every step under the reference's text.
+
+    Args:
+        engine: Who is asked to go on.
+        prompts: Token ids.
+        reference: The reference's tokens and log-probabilities for them.
+        first: The engine's own.
+        deadline: When to stop; steps that were not reached are left out.
+
+    Returns:
+        All steps that were compared.
+    """
+    compared = Compared()
+    at = dict.fromkeys(range(len(prompts)), 0)  # where each sequence goes on
+    answer: Answer | None = first
+    for _ in range(RESUMES):
+        if answer is None:
+            break
+        resumed: dict[int, int] = {}
+        for i, tokens, steps in zip(at, answer["tokens"], answer["logprobs"]):
+            wanted = reference["tokens"][i][at[i] :]
+            apart = first_difference(wanted, tokens)
+            upto = len(wanted) if apart is None else apart + 1
+            for j in range(upto):
+                theirs = reference["logprobs"][i][at[i] + j]
+                compared.add(wanted[j], tokens[j], theirs, steps[j])
+            if upto < len(wanted):
+                resumed[i] = at[i] + upto
+        if not resumed:
+            break
+        at = resumed
+        command = {
+            "prompts": [prompts[i] + reference["tokens"][i][: at[i]] for i in at],
+            "max_tokens": [len(reference["tokens"][i]) - at[i] for i in at],
+            "logprobs": LOGPROBS,
+        }
+        answer = engine.ask(command, deadline)
+    return compared
+
+
+def agreement(
+    bench: str, engines: list[Engine], prompts: list[list[int]], deadline: float
+) -> list[dict[str, Any]]:
+    """Every engine of a model and dtype against the first, and the first against itself.
+
+    Args:
+        bench: Name of the rows.
+        engines: The first one is the reference.
+        prompts: Token ids.
+        deadline: When to stop.
+
+    Returns:
+        A row for each engine but the first, and one of the first given the prompts the other way
+        round: other batches, by which its own roundings differ.
+    """
+    command = {"prompts": prompts, "max_tokens": NEW_TOKENS, "logprobs": LOGPROBS}
+    answers = [(each, each.ask(command, deadline)) for each in engines]
+    if not answers or answers[0][1] is None:
+        return []
+    chief, reference = engines[0], answers[0][1]
+    rows, found = [], []
+    for engine, answer in [(chief, _turned(chief, command, deadline)), *answers[1:]]:
+        if answer is None:
+            continue
+        compared = same_text(engine, prompts, reference, answer, deadline)
+        found.append(compared)
+        name = engine.backend + (", prompts the other way round" if engine is chief else "")
+        rows.append(
+            {
+                "bench": bench,
+                "case": engine.case,
+                "backend": name,
+                "reference": chief.backend,
+                "cached_prompt_tokens": answer["cached"],
+                "prompt_tokens": sum(map(len, prompts)),
+                **whole_sequences(reference, answer),
+                **compared.facts(),
+                **{f"steps_{kind}": n for kind, n in answer.get("steps", {}).items()},
+            }
+        )
+    decide(rows, found)
+    return rows
+
+
+def decide(rows: list[dict[str, Any]], found: list[Compared]) -> None:
+    """Add to each row how many steps are decided, and at how many of them the engine parted.
+
+    Args:
+        rows: As ``agreement`` makes them.
+        found: The comparison behind each row.
+    """
+    theirs = [c for row, c in zip(rows, found) if row["backend"] != OURS]
+    noise = max((move for each in theirs for move in each.moved), default=None)
+    if noise is None:
+        return
+    for row, each in zip(rows, found):
+        row["noise"] = noise
+        row["decided_steps"] = sum(gap > noise for gap in each.gaps)
+        row["decided_parted"] = sum(gap > noise for gap in each.parted)
+
+
+def _turned(engine: Engine, command: dict[str, Any], deadline: float) -> Answer | None:
+    """The answers to the prompts in reverse order, in the order of the prompts."""
+    answer = engine.ask({**command, "prompts": command["prompts"][::-1]}, deadline)
+    if answer is None:
+        return None
+    return answer | {name: answer[name][::-1] for name in ("tokens", "logprobs")}
+
+
+__all__ = ["LOGPROBS", "NEW_TOKENS", "Compared", "agreement", "same_text", "whole_sequences"]

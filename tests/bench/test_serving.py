@@ -1,0 +1,193 @@
+"""The comparison of engines reports what the engines said, and only that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_backends.bench import serving, serving_rates, serving_tokens, vllm_run
+from attn_backends.bench.tables import table
+
+SOON = 60.0
+
+
+def answer(*sequences: list[int], second: float = -0.75) -> dict[str, Any]:
+    """Tokens with the logprobs of three candidates: the token itself, and two below it."""
+    return {
+        "tokens": [list(s) for s in sequences],
+        "logprobs": [
+            [{str(t): -0.5, str(t + 1): second, str(t + 2): -3.0} for t in s] for s in sequences
+        ],
+        "cached": 0,
+    }
+
+
+class Fake:
+    """An engine that goes on from any text by a rule: one more than the last token.
+
+    Args:
+        other: Tokens after which it says something else than the rule, and what.
+        moved: Added to the log-probability of the second candidate.
+    """
+
+    def __init__(self, backend: str, other: dict[int, int] | None = None, moved: float = 0.0):
+        self.backend, self.other, self.moved = backend, other or {}, moved
+        self.case = {"model": "made", "dtype": "float32"}
+        self.model = vllm_run.MODELS["smollm2"]
+        self.asked: list[dict[str, Any]] = []
+
+    def ask(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
+        self.asked.append(command)
+        counts = command["max_tokens"]
+        if not isinstance(counts, list):
+            counts = [counts] * len(command["prompts"])
+        found: dict[str, Any] = {"tokens": [], "logprobs": [], "cached": 3, "seconds": 0.5}
+        for prompt, count in zip(command["prompts"], counts):
+            last, said, steps = prompt[-1], [], []
+            for _ in range(count):
+                token = self.other.get(last, last + 1)
+                steps.append({str(last + 1): -0.5, str(last + 2): -0.75 + self.moved, "0": -4.0})
+                said.append(token)
+                last = token
+            found["tokens"].append(said)
+            found["logprobs"].append(steps)
+        return found
+
+
+def agree(*engines: Fake) -> list[dict[str, Any]]:
+    prompts = [[100], [1000], [2000]]
+    return serving_tokens.agreement("tokens", list(engines), prompts, time.monotonic() + SOON)
+
+
+def test_equal_tokens_are_counted_up_to_the_first_difference() -> None:
+    same = serving_tokens.whole_sequences(answer([1, 2, 3, 4]), answer([1, 2, 3, 4]))
+    assert (same["equal_sequences"], same["equal_tokens"]) == (1, 1.0)
+    theirs = answer([1, 3, 3, 4], [5, 6, 7, 8])
+    other = serving_tokens.whole_sequences(answer([1, 2, 3, 4], [5, 6, 7, 8]), theirs)
+    assert other["equal_sequences"] == 1 and other["sequences"] == 2
+    assert other["equal_tokens"] == 5 / 8
+
+
+def test_every_step_is_compared_under_the_same_text() -> None:
+    ours = Fake("attn_backends", other={102: 104, 110: 112, 1050: 1052})
+    again, row = agree(Fake("THEIRS"), ours)
+    assert row["equal_sequences"] == 1 and row["steps"] == 3 * 64 and row["parted"] == 3
+    assert again["parted"] == 0 and "other way round" in again["backend"]
+    assert row["max_gap"] == row["median_gap"] == pytest.approx(0.25) and row["beyond_top"] == 0
+    # Sequences go on from the reference's token: the prompt, and the text up to there.
+    assert ours.asked[1]["prompts"] == [[100, 101, 102, 103], [*range(1000, 1052)]]
+    assert ours.asked[1]["max_tokens"] == [61, 13]
+    assert ours.asked[2]["prompts"] == [[*range(100, 112)]]
+    assert len(ours.asked) == 3
+
+
+def test_a_choice_beyond_the_noise_of_the_engines_own_backends_is_told() -> None:
+    ours = Fake("attn_backends", other={102: 104})
+    again, yardstick, row = agree(Fake("THEIRS"), Fake("OTHER", moved=0.1), ours)
+    assert again["gap_moved_max"] == 0.0
+    assert yardstick["gap_moved_max"] == pytest.approx(0.1)
+    assert row["noise"] == pytest.approx(0.1)
+    assert row["decided_steps"] == row["steps"] and row["decided_parted"] == 1
+    assert agree(Fake("THEIRS"), Fake("OTHER", moved=0.3), ours)[2]["decided_parted"] == 0
+
+
+def test_a_token_that_the_reference_did_not_think_of_is_counted_apart() -> None:
+    row = agree(Fake("THEIRS"), Fake("attn_backends", other={1005: 7}))[1]
+    assert row["beyond_top"] == 1 and row["max_gap"] == 0.0 and row["decided_parted"] == 1
+
+
+def test_an_engine_that_does_not_answer_again_leaves_its_steps_out() -> None:
+    class Once(Fake):
+        def ask(self, command: dict[str, Any], deadline: float) -> Any:
+            return None if self.asked else super().ask(command, deadline)
+
+    row = agree(Fake("THEIRS"), Once("attn_backends", other={102: 104}))[1]
+    assert row["steps"] == 3 + 2 * 64
+
+
+class Clocked(Fake):
+    """Takes the times that it is given, in turn."""
+
+    def __init__(self, backend: str, seconds: list[float], log: list[str]):
+        super().__init__(backend)
+        self.seconds, self.log = iter(seconds), log
+
+    def ask(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
+        self.log.append(self.backend)
+        return {"seconds": next(self.seconds)}
+
+
+def test_engines_are_compared_within_a_turn() -> None:
+    log: list[str] = []
+    slow = [9.0] * 4 + [1.0] * 4 + [2.0] * 4 + [4.0] * 4
+    engines = [Clocked("THEIRS", slow, log), Clocked("OURS", [s / 1.25 for s in slow], log)]
+    rows = serving_rates.throughput("rates", engines, [[1]], 3, time.monotonic() + SOON)
+    assert [r["case"]["workload"] for r in rows[::2]] == [
+        "prefill",
+        "decode",
+        "long decode",
+        "mixed",
+    ]
+    for theirs, ours in zip(rows[::2], rows[1::2]):
+        assert theirs["ratio"] == 1.0 and theirs["turns"] == ours["turns"] == 3
+        assert ours["ratio"] == ours["ratio_p25"] == ours["ratio_p75"] == pytest.approx(1.25)
+        assert theirs["seconds"] == [1.0, 2.0, 4.0]  # the first turn warmed up
+        assert ours["tokens_per_s"] == pytest.approx(1.25 * theirs["tokens_per_s"])
+    firsts = [log[i] for i in range(0, len(log), 8)]
+    assert set(firsts) == {"THEIRS", "OURS"}
+
+
+def test_no_turn_begins_that_would_not_end_in_time() -> None:
+    log: list[str] = []
+    engine = Clocked("THEIRS", [1.0] * 100, log)
+    assert serving_rates.throughput("rates", [engine], [[1]], 9, time.monotonic() - 1) == []
+    assert log == []
+
+
+def worker(code: str, tmp_path: Path) -> serving.Engine:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    model = vllm_run.MODELS["llama8"]
+    return serving.Engine("X", model, "bfloat16", process, tmp_path / "log")
+
+
+def test_an_engine_is_asked_and_answers(tmp_path: Path) -> None:
+    echo = "import sys\nprint('{}', flush=True)\nfor l in sys.stdin: print(l, end='', flush=True)"
+    asked = worker(echo, tmp_path)
+    soon = time.monotonic() + 30
+    assert asked.ask(None, soon) == {}
+    assert asked.ask({"max_tokens": 3}, soon) == {"max_tokens": 3}
+    asked.stop()
+    assert asked.ask({}, soon) is None
+
+
+def test_an_engine_that_is_late_or_gone_is_left_out(tmp_path: Path) -> None:
+    late = worker("import time; time.sleep(60)", tmp_path)
+    assert late.ask(None, time.monotonic() + 0.2) is None
+    assert late.process.poll() is not None
+    gone = worker("raise SystemExit(1)", tmp_path)
+    gone.process.wait()
+    gone.log.write_text("loading\nValueError: no such backend\nbye\n")
+    assert gone.ask(None, time.monotonic() + 5) is None
+    assert gone.why() == "ValueError: no such backend"
+    assert serving_tokens.agreement("t", [gone], [[1]], time.monotonic() + 1) == []
+
+
+def test_rows_can_be_shown_and_made_into_a_table(tmp_path: Path) -> None:
+    log: list[str] = []
+    rows = agree(Fake("THEIRS"), Fake("attn_backends", other={102: 104}))
+    engines = [Clocked(n, [1.0] * 16, log) for n in ("THEIRS", "attn_backends")]
+    rows += serving_rates.throughput("x_throughput", engines, [[1]], 3, time.monotonic() + SOON)
+    rows = [{**r, "bench": r["bench"].replace("tokens", "x_tokens")} for r in rows]
+    shown = [serving.show(row) for row in rows]
+    assert "same text: 1/192 parted" in shown[1] and "ratio 1.000" in shown[3]
+    results = json.loads(json.dumps({"meta": {"command": "x", "gpu": "y"}, "rows": rows}))
+    text = table(results)
+    assert "| 1 of 192 steps |" in text and "attn_backends / THEIRS within a turn" in text
