@@ -18,7 +18,11 @@ from typing import Any, Protocol, TypeAlias
 from .report import save
 
 OURS = "attn_backends"
-Serve: TypeAlias = Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]
+#: Takes rows as they come.
+Note: TypeAlias = Callable[[list[dict[str, Any]]], None]
+#: Serves one model: its name, a folder, the options, the deadline, and where rows go. Returns how
+#: its engines started.
+Serve: TypeAlias = Callable[[str, Path, argparse.Namespace, float, Note], dict[str, Any]]
 
 
 class Served(Protocol):
@@ -118,6 +122,27 @@ def smollm2_folder(gguf: str | None, target: Path) -> Path:
     return target
 
 
+def wait_for(
+    engines: list[Engine], label: Callable[[Engine], str], deadline: float
+) -> dict[str, Any]:
+    """Wait until engines are up, or are not; how each of them started.
+
+    Args:
+        engines: Workers that were started.
+        label: What to call one.
+        deadline: When it is too late.
+
+    Returns:
+        By label: the engine's first answer, or ``failed`` and why.
+    """
+    started = {}
+    for each in engines:
+        each.ready = each.ask(None, deadline) or {}
+        started[label(each)] = each.ready or {"failed": each.why()}
+        print(label(each), "up" if each.ready else f"FAILED: {each.why()}", flush=True)
+    return started
+
+
 def show(row: dict[str, Any]) -> str:
     """A row in one line."""
     head = f"{row['case']['model'][:22]} {row['case']['dtype']} {row['backend']}"
@@ -138,23 +163,27 @@ def show(row: dict[str, Any]) -> str:
 
 
 def serve_models(options: argparse.Namespace, serve: Serve, module: str) -> int:
-    """Serve each model in turn, print and save its rows; 0 if there are any.
+    """Serve each model in turn, print and save its rows as they come; 0 if there are any.
 
     Args:
         options: ``models`` with commas between, ``limit``, ``logs`` and ``json``.
-        serve: Serves one model: its name, a folder for logs, the options and the deadline.
+        serve: Serves one model.
         module: What the results file names as its command.
     """
     deadline = time.monotonic() + options.limit
     rows: list[dict[str, Any]] = []
     started: dict[str, Any] = {}
+
+    def note(more: list[dict[str, Any]]) -> None:
+        rows.extend(more)
+        for row in more:
+            print(show(row), flush=True)
+        save(options.json, module, rows, engines=started)
+
     with tempfile.TemporaryDirectory() as scratch:
         for name in options.models.split(","):
-            more, how = serve(name, Path(scratch), options, deadline)
-            rows, started = rows + more, started | how
-            for row in more:
-                print(show(row), flush=True)
-            save(options.json, module, rows, engines=started)
+            started |= serve(name, Path(scratch), options, deadline, note)
+            note([])
         if options.logs:
             Path(options.logs).mkdir(parents=True, exist_ok=True)
             for log in Path(scratch).glob("*.log"):
@@ -163,6 +192,7 @@ def serve_models(options: argparse.Namespace, serve: Serve, module: str) -> int:
 
 
 __all__ = [
+    "wait_for",
     "OURS",
     "Engine",
     "Serve",

@@ -11,6 +11,7 @@ measured on the engine's own backends, and steps with a larger gap count as deci
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +107,12 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def same_text(
-    engine: Engine, prompts: list[list[int]], reference: Answer, first: Answer, deadline: float
+    engine: Engine,
+    prompts: list[list[int]],
+    reference: Answer,
+    first: Answer,
+    until: float,
+    deadline: float,
 ) -> Compared:
     """Compare every step under the reference's text.
 
@@ -115,7 +121,8 @@ def same_text(
         prompts: Token ids.
         reference: The reference's tokens and log-probabilities for them.
         first: The engine's own.
-        deadline: When to stop; steps that were not reached are left out.
+        until: When no sequence is resumed any more; its other steps are left out.
+        deadline: When an answer is too late.
 
     Returns:
         All steps that were compared.
@@ -136,7 +143,7 @@ def same_text(
                 compared.add(wanted[j], tokens[j], theirs, steps[j])
             if upto < len(wanted):
                 resumed[i] = at[i] + upto
-        if not resumed:
+        if not resumed or time.monotonic() > until:
             break
         at = resumed
         command = {
@@ -149,7 +156,7 @@ def same_text(
 
 
 def agreement(
-    bench: str, engines: list[Engine], prompts: list[list[int]], deadline: float
+    bench: str, engines: list[Engine], prompts: list[list[int]], until: float, deadline: float
 ) -> list[dict[str, Any]]:
     """Every engine of a model and dtype against the first, and the first against itself.
 
@@ -157,7 +164,8 @@ def agreement(
         bench: Name of the rows.
         engines: The first one is the reference.
         prompts: Token ids.
-        deadline: When to stop.
+        until: When to leave further steps out.
+        deadline: When an answer is too late.
 
     Returns:
         A row for each engine but the first, and one of the first given the prompts the other way
@@ -172,7 +180,7 @@ def agreement(
     for engine, answer in [(chief, _turned(chief, command, deadline)), *answers[1:]]:
         if answer is None:
             continue
-        compared = same_text(engine, prompts, reference, answer, deadline)
+        compared = same_text(engine, prompts, reference, answer, until, deadline)
         found.append(compared)
         name = engine.backend + (", prompts the other way round" if engine is chief else "")
         rows.append(

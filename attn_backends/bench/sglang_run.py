@@ -16,11 +16,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .serving import OURS, Engine, serve_models, smollm2_folder
+from .serving import OURS, Engine, Note, serve_models, smollm2_folder, wait_for
 from .serving_rates import throughput
 from .serving_tokens import agreement
 from .vllm_prompts import random_ids, tokenized
@@ -138,9 +139,9 @@ def stop(engine: Engine) -> None:
 
 
 def serve(
-    name: str, work: Path, options: argparse.Namespace, deadline: float
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All rows of a model, and how its engines started."""
+    name: str, work: Path, options: argparse.Namespace, deadline: float, note: Note
+) -> dict[str, Any]:
+    """All rows of a model; how its engines started."""
     model, folder = MODELS[name], work / name
     if model.drawn:
         prompts = random_ids(model.vocabulary)
@@ -149,26 +150,28 @@ def serve(
         prompts = tokenized(smollm2_folder(options.gguf, folder))
     if options.prompts:
         prompts = prompts[: options.prompts]
-    pair = (REFERENCE[options.device], OURS)
-    engines = [start(each, model, folder, work, options) for each in pair]
-    started, rows = {}, []
+    engines = [
+        start(each, model, folder, work, options) for each in (REFERENCE[options.device], OURS)
+    ]
+
+    def told(rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            row["case"] |= {"page_size": options.page_size}
+        note(rows)
+
     try:
-        for each in engines:
-            each.ready = each.ask(None, deadline) or {}
-            label = f"{name} {each.dtype} {each.backend}"
-            started[label] = each.ready or {"failed": each.why()}
-            print(label, "up" if each.ready else f"FAILED: {each.why()}", flush=True)
-        up = [each for each in engines if each.ready]
-        if len(up) == len(engines):
-            rows += agreement("sglang_tokens", up, prompts, deadline)
+        started = wait_for(engines, lambda each: f"{name} {each.dtype} {each.backend}", deadline)
+        if all(each.ready for each in engines):
+            now = time.monotonic()
+            until = now + (deadline - now) / 2
+            told(agreement("sglang_tokens", engines, prompts, until, deadline))
             if options.turns:
-                rows += throughput("sglang_throughput", up, prompts, options.turns, deadline)
+                turns = options.turns
+                told(throughput("sglang_throughput", engines, prompts, turns, deadline))
     finally:
         for each in engines:
             stop(each)
-    for row in rows:
-        row["case"] |= {"page_size": options.page_size}
-    return rows, started
+    return started
 
 
 def main() -> int:

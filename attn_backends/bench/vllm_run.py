@@ -15,11 +15,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .serving import OURS, Engine, serve_models, smollm2_folder
+from .serving import OURS, Engine, Note, serve_models, smollm2_folder, wait_for
 from .serving_rates import throughput
 from .serving_tokens import agreement
 from .vllm_prompts import random_ids, tokenized
@@ -72,9 +73,9 @@ MODELS = {
         49152,
         {},
         {
+            "float32": ("TRITON_ATTN", OURS),
             "bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS),
             "float16": ("FLASH_ATTN", OURS),
-            "float32": ("TRITON_ATTN", OURS),
         },
     ),
     "llama8": Model(
@@ -131,9 +132,9 @@ def start(
 
 
 def serve(
-    name: str, work: Path, options: argparse.Namespace, deadline: float
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All rows of a model, and how its engines started."""
+    name: str, work: Path, options: argparse.Namespace, deadline: float, note: Note
+) -> dict[str, Any]:
+    """All rows of a model; how its engines started."""
     model, folder = MODELS[name], work / name
     if model.config:
         folder.mkdir()
@@ -147,24 +148,24 @@ def serve(
         for dtype in asked
         for backend in model.runs[dtype]
     ]
-    started, rows = {}, []
     try:
-        for each in engines:
-            each.ready = each.ask(None, deadline) or {}
-            label = f"{name} {each.dtype} {each.backend}"
-            started[label] = each.ready or {"failed": each.why()}
-            print(label, "up" if each.ready else f"FAILED: {each.why()}", flush=True)
-        for dtype in asked:
-            up = [each for each in engines if each.dtype == dtype and each.ready]
-            rows += agreement("vllm_tokens", up, prompts, deadline)
+        started = wait_for(engines, lambda each: f"{name} {each.dtype} {each.backend}", deadline)
+        by_dtype = {
+            dtype: [each for each in engines if each.dtype == dtype and each.ready]
+            for dtype in asked
+        }
+        for i, up in enumerate(by_dtype.values()):
+            now = time.monotonic()
+            until = now + (deadline - now) / (2 * (len(asked) - i))
+            note(agreement("vllm_tokens", up, prompts, until, deadline))
         for dtype in set(asked) & set(model.compiled):
-            up = [each for each in engines if each.dtype == dtype and each.ready]
+            up = by_dtype[dtype]
             if up and options.turns:
-                rows += throughput("vllm_throughput", up, prompts, options.turns, deadline)
+                note(throughput("vllm_throughput", up, prompts, options.turns, deadline))
     finally:
         for each in engines:
             each.stop()
-    return rows, started
+    return started
 
 
 def main() -> int:

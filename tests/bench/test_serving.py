@@ -62,7 +62,8 @@ class Fake:
 
 def agree(*engines: Fake) -> list[dict[str, Any]]:
     prompts = [[100], [1000], [2000]]
-    return serving_tokens.agreement("tokens", list(engines), prompts, time.monotonic() + SOON)
+    soon = time.monotonic() + SOON
+    return serving_tokens.agreement("tokens", list(engines), prompts, soon, soon)
 
 
 def test_equal_tokens_are_counted_up_to_the_first_difference() -> None:
@@ -109,6 +110,13 @@ def test_an_engine_that_does_not_answer_again_leaves_its_steps_out() -> None:
 
     row = agree(Fake("THEIRS"), Once("attn_backends", other={102: 104}))[1]
     assert row["steps"] == 3 + 2 * 64
+
+
+def test_steps_are_left_out_where_there_is_no_time_to_go_on() -> None:
+    prompts, now = [[100], [1000]], time.monotonic()
+    engines = [Fake("THEIRS"), Fake("attn_backends", other={102: 104})]
+    row = serving_tokens.agreement("tokens", engines, prompts, now - 1, now + SOON)[1]
+    assert row["steps"] == 3 + 64 and row["parted"] == 1
 
 
 class Clocked(Fake):
@@ -177,7 +185,8 @@ def test_an_engine_that_is_late_or_gone_is_left_out(tmp_path: Path) -> None:
     gone.log.write_text("loading\nValueError: no such backend\nbye\n")
     assert gone.ask(None, time.monotonic() + 5) is None
     assert gone.why() == "ValueError: no such backend"
-    assert serving_tokens.agreement("t", [gone], [[1]], time.monotonic() + 1) == []
+    soon = time.monotonic() + 1
+    assert serving_tokens.agreement("t", [gone], [[1]], soon, soon) == []
 
 
 def test_rows_can_be_shown_and_made_into_a_table(tmp_path: Path) -> None:
