@@ -120,8 +120,7 @@ def _engine(rows: list[dict[str, Any]]) -> list[str]:
             "equal sequences": f"{r['equal_sequences']} of {r['sequences']}",
             "tokens before a difference": f"{100 * r['equal_tokens']:.1f} %",
             **_same_text(r),
-            "largest gap of logits there": f"{r['max_gap']:.3f}",
-            "largest difference of a logprob": f"{r['max_logprob_difference']:.3f}",
+            **_logits(r),
         }
         for r in rows
         if r["bench"].endswith("_tokens")
@@ -139,6 +138,16 @@ def _engine(rows: list[dict[str, Any]]) -> list[str]:
                 )
     speed = [{"model": m, "workload": w, **row} for (m, w), row in rates.items()]
     return [*_markdown(tokens), *(["", *_markdown(speed)] if speed else [])]
+
+
+def _logits(row: dict[str, Any]) -> dict[str, str]:
+    """How near tokens were, where the engines gave log-probabilities."""
+    if "max_gap" not in row:
+        return {}
+    return {
+        "largest gap of logits there": f"{row['max_gap']:.3f}",
+        "largest difference of a logprob": f"{row['max_logprob_difference']:.3g}",
+    }
 
 
 def _same_text(row: dict[str, Any]) -> dict[str, str]:
