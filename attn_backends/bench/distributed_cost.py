@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,30 @@ from .tables import _markdown
 #: Between nodes, per GPU: an assumption, one network card of 400 Gbit/s.
 NETWORK = Link(latency_us=10.0, gbps=50.0)
 SIZES = {"bf16": 2, "fp32": 4}
+_ISSUED = {"eager": "issued by Python", "graph": "from a graph"}
 _TABLE = re.compile(r"(<!-- (measured|model): (\S+) -->\n).*?(<!-- end of \3 -->)", re.DOTALL)
 
 Rows = list[dict[str, Any]]
 
 
-def ring_pieces(rows: Rows) -> Pieces:
+def ring_pieces(rows: Rows, mode: str = "eager") -> Pieces | None:
     """What the model needs to know of ring prefill.
 
     Args:
         rows: Of the results file of ``bench.distributed``.
+        mode: Whether hops are issued by Python (``eager``) or from a graph (``graph``).
+
+    Returns:
+        The pieces; None where hops were not measured so.
     """
+    link = _link(rows, "ring-hop", "exchange of a shard", mode)
+    if link is None:
+        return None
     compute = _compute(rows, "ring-piece")
     case = next(r["case"] for r in rows if r["bench"] == "ring-piece")
     lanes = case["num_kv_heads"] * case["head_dim"] * 2
     size = case["batch"] * case["kv_len"] * lanes * SIZES[case["dtype"]]
-    return Pieces(compute, size, _link(rows, "ring-hop", "exchange of a shard"), NETWORK)
+    return Pieces(compute, size, link, NETWORK)
 
 
 def decode_pieces(rows: Rows) -> Pieces:
@@ -47,7 +56,8 @@ def decode_pieces(rows: Rows) -> Pieces:
     """
     name = "exchange all_gather"
     state = min(r["bytes"] for r in rows if r["bench"] == "cp-exchange" and r["backend"] == name)
-    link = _link(rows, "cp-exchange", name)
+    link = _link(rows, "cp-exchange", name, "graph") or _link(rows, "cp-exchange", name, "eager")
+    assert link is not None
     return Pieces(_compute(rows, "cp-decode-piece"), state, link, NETWORK)
 
 
@@ -61,42 +71,73 @@ def _compute(rows: Rows, bench: str) -> dict[int, float]:
     return found
 
 
-def _link(rows: Rows, bench: str, name: str) -> Link:
-    """The link that explains the smallest and the largest exchange."""
-    found: dict[int, float] = {}
-    for mode in ("eager", "graph"):
-        found |= {
-            r["bytes"]: r["median_us"] / r["hops"]
-            for r in rows
-            if r["bench"] == bench and r["backend"] == name and r["mode"] == mode
-        }
+def _link(rows: Rows, bench: str, name: str, mode: str) -> Link | None:
+    """The link that explains the smallest and the largest exchange of a mode."""
+    found = {
+        r["bytes"]: r["median_us"] / r["hops"]
+        for r in rows
+        if r["bench"] == bench and r["backend"] == name and r["mode"] == mode
+    }
+    if len(found) < 2:
+        return None
     small, large = min(found), max(found)
     return Link.fit((small, found[small]), (large, found[large]))
 
 
 def model_table(rows: Rows) -> list[str]:
-    """Costs on every number of GPUs that compute was measured for."""
-    ring, decode = ring_pieces(rows), decode_pieces(rows)
+    """Costs on every number of GPUs that compute was measured for: what is slowest, and fastest."""
+    rings = {mode: ring_pieces(rows, mode) for mode in ("eager", "graph")}
+    decode = decode_pieces(rows)
     lines = []
-    for gpus in sorted(ring.compute_us):
+    for gpus in sorted(decode.compute_us):
+        ring = [ring_cost(pieces, gpus) for pieces in rings.values() if pieces]
+        states = [decode_cost(decode, gpus, how) for how in ("ring", "at once")]
         line: dict[str, Any] = {"GPUs": gpus}
-        line |= _columns("prefill", ring_cost(ring, gpus), 1e3, "ms")
-        line |= _columns("decode", decode_cost(decode, gpus), 1.0, "us")
+        line |= _columns("prefill", ring, 1e3, "ms") | _columns("decode", states, 1.0, "us")
         lines.append(line)
+    named = {f"hop of the ring, {_ISSUED[m]}": p.node for m, p in rings.items() if p}
+    named |= {"exchange of states": decode.node, "between nodes (assumed)": NETWORK}
     links = [
         f"{what}: {link.latency_us:.0f} us + bytes / {link.gbps:.0f} GB/s"
-        for what, link in (("hop of the ring", ring.node), ("exchange of states", decode.node),
-                           ("between nodes (assumed)", NETWORK))
-    ]  # fmt: skip
-    return [f"Links: {'; '.join(links)}.", "", *_markdown(lines)]
+        for what, link in named.items()
+    ]
+    return [f"Links: {'; '.join(links)}.", "", *_markdown(lines), "", *_held(rows, lines)]
 
 
-def _columns(what: str, cost: Cost, unit: float, name: str) -> dict[str, str]:
+def _held(rows: Rows, lines: list[dict[str, Any]]) -> list[str]:
+    """The model beside what was measured, for as many GPUs as there were."""
+    found = []
+    by_gpus = {line["GPUs"]: line for line in lines}
+    pairs = (
+        ("prefill", "ms", "ring-prefill", "eager", 1e3),
+        ("decode", "us", "cp-decode", "graph", 1.0),
+    )
+    for what, unit, bench, mode, scale in pairs:
+        whole = [
+            r
+            for r in rows
+            if "efficiency" in r and r["right"] and (r["bench"], r["mode"]) == (bench, mode)
+            and r["case"]["batch"] == 1 and r["gpus"] in by_gpus
+        ]  # fmt: skip
+        for r in whole:
+            modelled = by_gpus[r["gpus"]][f"{what}, {unit}"]
+            measured = f"{r['median_us'] / scale:.1f}"
+            found.append(f"{what} on {r['gpus']} GPUs: {modelled} {unit} by the model, "
+                         f"{measured} {unit} measured")  # fmt: skip
+    return [f"Held against the table above: {'; '.join(found)}."] if found else []
+
+
+def _columns(what: str, costs: list[Cost], unit: float, name: str) -> dict[str, str]:
+    """One column a fact; where bounds differ it holds both, the slowest first."""
     return {
-        f"{what}, {name}": f"{cost.time_us / unit:.1f}",
-        f"{what}: exposed exchange": f"{cost.exposed_us / cost.time_us:.1%}",
-        f"{what}: efficiency": f"{cost.efficiency:.0%}",
+        f"{what}, {name}": _range(f"{cost.time_us / unit:.1f}" for cost in costs),
+        f"{what}: compute, {name}": f"{costs[0].compute_us / unit:.1f}",
+        f"{what}: efficiency": _range(f"{cost.efficiency:.0%}" for cost in costs),
     }
+
+
+def _range(texts: Iterable[str]) -> str:
+    return " to ".join(dict.fromkeys(texts))
 
 
 def measured_table(rows: Rows) -> list[str]:

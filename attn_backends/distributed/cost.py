@@ -6,12 +6,23 @@ the exchange is, as ``hops * latency + bytes / bandwidth``.
     ring      n steps of equal compute; while each but the last runs, a rank sends its keys on
               time = (n - 1) * max(compute / n, exchange of one shard) + compute / n
     decode    the states of all ranks meet after the compute, nothing overlaps
-              time = compute + (n - 1) * (latency + bytes of one state / bandwidth)
+              time = compute + exchange
+
+How long the exchange of decode states takes depends on the library, so there are two bounds:
+
+    ring      n - 1 hops one after the other, each over the slowest link
+              (n - 1) * (latency + state / bandwidth)
+    at once   every GPU sends its state to all others of its node in one step, as a switch allows;
+              over m nodes of g GPUs each, GPUs of equal place exchange between nodes first, and
+              then hand on within the node what came in
+              latency + (n - 1) * state / bandwidth                                       (m = 1)
+              network(latency + (m - 1) * state / bandwidth)
+                + node(latency + (n - m) * state / bandwidth)                             (m > 1)
 
 Assumptions: GPUs of one node reach each other at the measured rate all at once, as through a
-switch; a ring over several nodes is as slow as its slowest hop; the exchange of a decode step takes
-a ring of n - 1 hops, which is what it is at worst; compute and exchange do not slow each other
-down. The figures of a network between nodes are given, not measured.
+switch; a ring over several nodes is as slow as its slowest hop in latency and in bandwidth; compute
+and exchange do not slow each other down; merging n states takes as long as merging the two of the
+measured exchange. The figures of a network between nodes are given, not measured.
 """
 
 from __future__ import annotations
@@ -95,9 +106,32 @@ class Pieces:
             gpus: How many GPUs it has.
 
         Returns:
-            The link of that hop.
+            A link with the worst of latency and bandwidth among the hops.
         """
-        return self.node if gpus <= self.gpus_per_node else self.network
+        if gpus <= self.gpus_per_node:
+            return self.node
+        latency = max(self.node.latency_us, self.network.latency_us)
+        return Link(latency, min(self.node.gbps, self.network.gbps))
+
+    def at_once_us(self, gpus: int) -> float:
+        """Microseconds until every GPU has what each of them sent, if all send at the same time.
+
+        Args:
+            gpus: How many GPUs: one node, or whole nodes.
+
+        Returns:
+            One step within a node; over several, one between them and one within.
+
+        Raises:
+            InvalidInputError: The last node would not be full.
+        """
+        if gpus <= self.gpus_per_node:
+            return self.node.time_us((gpus - 1) * self.exchange_bytes)
+        nodes, rest = divmod(gpus, self.gpus_per_node)
+        if rest:
+            raise InvalidInputError.of("gpus", gpus, f"a multiple of {self.gpus_per_node}")
+        between = self.network.time_us((nodes - 1) * self.exchange_bytes)
+        return between + self.node.time_us((gpus - nodes) * self.exchange_bytes)
 
     def compute(self, gpus: int) -> float:
         """Microseconds of compute on each GPU.
@@ -155,18 +189,30 @@ def ring_cost(pieces: Pieces, gpus: int) -> Cost:
     return Cost(gpus, time, compute, time - compute, pieces.compute(1) / (gpus * time))
 
 
-def decode_cost(pieces: Pieces, gpus: int) -> Cost:
+def decode_cost(pieces: Pieces, gpus: int, exchange: str = "ring") -> Cost:
     """A decode step of one layer.
 
     Args:
         pieces: ``exchange_bytes`` are those of one rank's state.
         gpus: How many GPUs.
+        exchange: ``"ring"``, the slowest way to bring all states together, or ``"at once"``, the
+            fastest.
 
     Returns:
         What it takes.
+
+    Raises:
+        InvalidInputError: ``exchange`` is neither, or compute was not measured for so many.
     """
     compute = pieces.compute(gpus)
-    exposed = (gpus - 1) * pieces.link(gpus).time_us(pieces.exchange_bytes) if gpus > 1 else 0.0
+    if exchange not in ("ring", "at once"):
+        raise InvalidInputError.of("exchange", repr(exchange), "'ring' or 'at once'")
+    if gpus == 1:
+        exposed = 0.0
+    elif exchange == "ring":
+        exposed = (gpus - 1) * pieces.link(gpus).time_us(pieces.exchange_bytes)
+    else:
+        exposed = pieces.at_once_us(gpus)
     time = compute + exposed
     return Cost(gpus, time, compute, exposed, pieces.compute(1) / (gpus * time))
 

@@ -46,6 +46,24 @@ def test_a_ring_over_nodes_is_as_slow_as_the_network() -> None:
     assert math.isclose(across.time_us, 15 * SLOW.time_us(2.5e5))
 
 
+def test_a_slow_start_within_a_node_slows_a_ring_over_nodes_too() -> None:
+    late = Pieces({1: 1.0, 16: 0.0}, 4e6, Link(200.0, 400.0), SLOW)
+    assert late.link(16) == Link(200.0, 50.0) and late.link(8) == Link(200.0, 400.0)
+
+
+def test_states_that_travel_at_once_wait_for_one_latency_in_a_node_and_two_beyond() -> None:
+    inside = decode_cost(pieces(size=4e3, n1=800.0, n8=100.0), 8, "at once")
+    assert math.isclose(inside.exposed_us, 5 + 7 * 0.01)
+    across = decode_cost(pieces(size=4e3, n1=800.0, n32=30.0), 32, "at once")
+    # Four nodes of eight: 3 states over the network, then 28 within each node.
+    assert math.isclose(across.exposed_us, 10 + 3 * 0.08 + 5 + 28 * 0.01)
+    assert math.isclose(across.time_us, 30 + across.exposed_us)
+    for gpus in (2, 4, 8):
+        given = pieces(size=4e3, n1=800.0, **{f"n{gpus}": 100.0})
+        at_once, ring = (decode_cost(given, gpus, how) for how in ("at once", "ring"))
+        assert at_once.time_us <= ring.time_us
+
+
 def test_decode_hides_nothing() -> None:
     cost = decode_cost(pieces(size=4e3, n1=800.0, n8=100.0), 8)
     assert math.isclose(cost.time_us, 100 + 7 * (5 + 0.01))
@@ -66,6 +84,10 @@ def test_what_cannot_be_modelled_is_refused() -> None:
         Link.fit((10, 5.0), (20, 4.0))
     with pytest.raises(ab.InvalidInputError, match="link="):
         Link(1.0, 0.0)
+    with pytest.raises(ab.InvalidInputError, match=r"gpus=12 .*multiple of 8"):
+        decode_cost(pieces(n1=1.0, n12=1.0), 12, "at once")
+    with pytest.raises(ab.InvalidInputError, match="exchange='tree'"):
+        decode_cost(pieces(n1=1.0, n8=1.0), 8, "tree")
 
 
 def rows() -> list[dict]:
@@ -96,6 +118,7 @@ def rows() -> list[dict]:
 
 def test_pieces_are_read_from_results_and_graphs_go_before_eager_calls() -> None:
     ring, decode = ring_pieces(rows()), decode_pieces(rows())
+    assert ring is not None and ring_pieces(rows(), "graph") is None
     assert ring.compute_us == decode.compute_us == {1: 800.0, 2: 400.0, 8: 100.0}
     assert ring.exchange_bytes == 64 * 2 * 16 * 2 * 2 and decode.exchange_bytes == 1000
     for link in (ring.node, decode.node):
@@ -106,7 +129,12 @@ def test_pieces_are_read_from_results_and_graphs_go_before_eager_calls() -> None
 def test_tables_hold_what_was_measured_and_what_follows() -> None:
     text = "\n".join(measured_table(rows()))
     assert "| 0.800 | 0.410 | 1.95 | 97.6% | 0.400 | 0.020 | 2.4% |" in text
-    assert model_table(rows())[-1].startswith("| 8 | 0.1 | ")
+    *_, last, _, held = model_table(rows())
+    assert held == (
+        "Held against the table above: prefill on 2 GPUs: 0.4 ms by the model, 0.4 ms measured."
+    )
+    assert last.startswith("| 8 | 0.1 | 0.1 | 100% | ")
+    assert last.endswith("| 170.1 to 110.1 | 100.0 | 59% to 91% |")
     wrong = [{**r, "right": False} for r in rows()]
     assert "0.410" not in "\n".join(measured_table(wrong))
 
