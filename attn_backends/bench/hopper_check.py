@@ -31,10 +31,12 @@ class CheckCase:
     lens: tuple[list[int], list[int]] = RAGGED
     heads: tuple[int, int] = (8, 2)
     head_dim: int = 128
+    head_dim_v: int = 0
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
+    sinks: bool = False
     scale: float | None = None
     page_size: int | None = None
     layout: str = "NHD"
@@ -58,6 +60,7 @@ class CheckInputs:
         self.q_lens, self.kv_lens = case.lens
         heads, kv_heads = case.heads
         dim, nan = case.head_dim, float("nan")
+        self.dv = case.head_dim_v or dim
         self.total_q = sum(self.q_lens) + case.spare
 
         def rand(*shape: int) -> torch.Tensor:
@@ -65,7 +68,8 @@ class CheckInputs:
 
         q = rand(self.total_q, heads, dim)
         keys = [rand(n, kv_heads, dim) for n in self.kv_lens]
-        self.values = [rand(n, kv_heads, dim) for n in self.kv_lens]
+        self.values = [rand(n, kv_heads, self.dv) for n in self.kv_lens]
+        self.sinks = 2 * torch.randn(heads, generator=gen).to(device) if case.sinks else None
         if case.logits:
             # Scores around `logits`, spread by a few: a running maximum reset to 0 would show.
             shift = math.sqrt(abs(case.logits) / dim * math.sqrt(dim))
@@ -79,7 +83,7 @@ class CheckInputs:
         if case.page_size is None:
             room = [n + 5 for n in self.kv_lens]
             k = torch.full((sum(room) + 3, kv_heads, dim), nan, dtype=case.dtype)
-            v = k.clone()
+            v = torch.full((sum(room) + 3, kv_heads, self.dv), nan, dtype=case.dtype)
             at = 0
             for x, y, n in zip(keys, self.values, room):
                 starts.append(at)
@@ -105,7 +109,7 @@ class CheckInputs:
         case, heads = self.case, self.case.heads[0]
         nan = float("nan")
         self.o_room = torch.full(
-            (self.total_q + 128, heads, case.head_dim), nan, dtype=case.dtype, device=device
+            (self.total_q + 128, heads, self.dv), nan, dtype=case.dtype, device=device
         )
         if case.views:
             self.lse_room = torch.full((heads, self.total_q + 128), nan, device=device).t()
@@ -122,7 +126,11 @@ class CheckInputs:
         width = max(counts) + 2
         pages = torch.randperm(sum(counts) + 4, generator=gen)
         shape = (len(pages), size, kv_heads, case.head_dim)
-        if case.layout == "packed":
+        if self.dv != case.head_dim:  # two caches: neither layout below can hold both
+            assert case.layout == "NHD"
+            k = torch.full(shape, nan, dtype=case.dtype)
+            v = torch.full((*shape[:3], self.dv), nan, dtype=case.dtype)
+        elif case.layout == "packed":
             both = torch.full((len(pages), 2, *shape[1:]), nan, dtype=case.dtype)
             k, v = both[:, 0], both[:, 1]
         elif case.layout == "HND":
@@ -143,6 +151,8 @@ class CheckInputs:
                 k[page, : part.stop - part.start] = x[part]
                 v[page, : part.stop - part.start] = y[part]
         self.table = table.to(device)
+        if self.dv != case.head_dim:
+            return k.to(device), v.to(device)
         both = both.to(device)
         if case.layout == "packed":
             return both[:, 0], both[:, 1]
@@ -177,7 +187,7 @@ class CheckInputs:
             self.q, self.k, self.v, cu_seqlens_q=self.starts_q, seqlens_k=self.lens_k,
             cu_seqlens_k=self.starts_k, page_table=self.table, max_seqlen_q=max(self.q_lens),
             scale=self.scale, causal=case.causal, window=case.window, softcap=case.softcap,
-            o=self.o, lse=self.lse, variant=variant, work=work,
+            sinks=self.sinks, o=self.o, lse=self.lse, variant=variant, work=work,
         )  # fmt: skip
 
     def reference(self) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -202,7 +212,12 @@ class CheckInputs:
             if right is not None:
                 keep &= j <= i + right
             s = s.masked_fill(~keep, -math.inf)
-            lse = torch.logsumexp(s, -1) if kv_len else s.new_full(s.shape[:2], -math.inf)
+            if self.sinks is not None:  # one more key, of value 0
+                sink = self.sinks.double()[:, None, None].expand(-1, q_len, 1)
+                s = torch.cat([s, sink], -1)
+                v = torch.cat([v, v.new_zeros(1, *v.shape[1:])])
+            some = s.shape[-1] > 0
+            lse = torch.logsumexp(s, -1) if some else s.new_full(s.shape[:2], -math.inf)
             p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
             o = torch.einsum("hij,jhd->ihd", p, v)
             size = torch.einsum("hij,jhd->ihd", p, v.abs())
@@ -233,7 +248,10 @@ def compare(x: CheckInputs) -> dict[str, float]:
         worst["lse"] = max(worst["lse"], error.max().item())
     left_over = slice(sum(x.q_lens), x.total_q)
     assert (x.o[left_over] == 0).all(), "rows after the last sequence are not 0"
-    assert (x.lse[left_over] == -math.inf).all(), "rows after the last sequence: lse"
+    none = -math.inf if x.sinks is None else x.sinks
+    assert torch.allclose(x.lse[left_over], torch.as_tensor(none, device=x.lse.device)), (
+        "rows after the last sequence: lse"
+    )
     for room in (x.o_room, x.lse_room):
         assert room[:64].isnan().all() and room[64 + x.total_q :].isnan().all(), "wrote outside"
     return worst
@@ -407,6 +425,68 @@ def groups() -> dict[str, list[CheckCase]]:
         "softcap": [
             c("softcap", UNEQUAL, softcap=30.0), c("softcap full", causal=False, softcap=5.0),
             c("softcap window", LONG, softcap=50.0, window=(1000, 0)),
+        ],
+        "d192": [
+            c("d192", head_dim=192, head_dim_v=128),
+            c("d192 unequal", UNEQUAL, head_dim=192, head_dim_v=128),
+            c("d192 long", LONG, (4, 4), 192, 128), c("d192 views", UNEQUAL, (4, 4), 192, 128,
+                                                      views=True),
+            c("d192 full", UNEQUAL, (4, 4), 192, 128, causal=False),
+            c("d192 low", UNEQUAL, (4, 4), 192, 128, logits=-300.0),
+            c("d192 fp16", UNEQUAL, (4, 4), 192, 128, half),
+        ],
+        "d192_more": [
+            c("d192 p16", UNEQUAL, (4, 4), 192, 128, page_size=16),
+            c("d192 p64 long", LONG, (4, 4), 192, 128, page_size=64),
+            c("d192 one consumer", UNEQUAL, (4, 4), 192, 128,
+              variant={"consumers": 1, "block_n": 64}),
+            c("d192 pack", SHORT, (8, 2), 192, 128, variant={"pack": 4}),
+            c("d192 p1", UNEQUAL, (4, 4), 192, 128, page_size=1),
+            c("d192 chosen", UNEQUAL, (4, 4), 192, 128, forced=False),
+        ],
+        "gather": [
+            c("p1", page_size=1), c("p1 unequal", UNEQUAL, page_size=1),
+            c("p1 long", LONG, page_size=1), c("p1 HND", UNEQUAL, page_size=1, layout="HND"),
+            c("p1 packed", UNEQUAL, page_size=1, layout="packed"),
+            c("p1 spare", UNEQUAL, page_size=1, spare=200, views=True),
+            c("p1 no keys", ([100, 3], [0, 0]), page_size=1),
+            c("p1 full", UNEQUAL, page_size=1, causal=False),
+            c("p1 window", LONG, page_size=1, window=(300, 0)),
+        ],
+        "gather_sizes": [
+            c(f"p{n}", UNEQUAL, page_size=n) for n in (3, 5, 24, 48, 192)
+        ] + [
+            c("p48 HND long", LONG, page_size=48, layout="HND"),
+            c("p7 packed", UNEQUAL, page_size=7, layout="packed"),
+        ],
+        "gather_dims": [
+            c("p1 d64", UNEQUAL, head_dim=64, page_size=1),
+            c("p1 d64 3 stages", LONG, head_dim=64, page_size=1, variant={"stages": 3}),
+            c("p1 d256", UNEQUAL, head_dim=256, page_size=1),
+            c("p1 fp16", UNEQUAL, page_size=1, dtype=half),
+            c("p1 one consumer", LONG, page_size=1, variant={"consumers": 1, "block_n": 64}),
+            c("p1 pack", SHORT, page_size=1, variant={"pack": 4}),
+            c("p5 mbarriers", LONG, page_size=5, variant={"named_empty": False}),
+            c("p1 static", LONG, page_size=1, variant={"dynamic": False}),
+        ],
+        "sinks": [
+            c("sinks", sinks=True), c("sinks unequal", UNEQUAL, sinks=True),
+            c("sinks no keys", ([100, 3], [0, 0]), sinks=True),
+            c("sinks spare", UNEQUAL, sinks=True, spare=200),
+            c("sinks window", LONG, sinks=True, window=(300, 0)),
+            c("sinks pack", SHORT, sinks=True, variant={"pack": 4}),
+            c("sinks pack 8 of 7", SHORT, (28, 4), sinks=True, variant={"pack": 8}, page_size=16),
+            c("sinks low", UNEQUAL, sinks=True, logits=-300.0),
+            c("sinks d64 p1", UNEQUAL, head_dim=64, sinks=True, page_size=1),
+        ],
+        "three": [
+            c("three d64", LONG, head_dim=64, variant={"consumers": 3}),
+            c("three d64 unequal", UNEQUAL, head_dim=64, variant={"consumers": 3, "stages": 3}),
+            c("three d64 narrow", UNEQUAL, head_dim=64,
+              variant={"consumers": 3, "block_n": 64, "stages": 4}),
+            c("three narrow", LONG, variant={"consumers": 3, "block_n": 64}),
+            c("three d64 p16", UNEQUAL, head_dim=64, page_size=16, variant={"consumers": 3}),
+            c("three d64 p1", UNEQUAL, head_dim=64, page_size=1, variant={"consumers": 3}),
         ],
         "chosen": [
             c("chosen ragged", forced=False), c("chosen short", SHORT, (32, 8), forced=False),

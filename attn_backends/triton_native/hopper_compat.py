@@ -20,6 +20,8 @@ aggregate: Any = None
 barrier: Any = None
 mbarrier: Any = None
 tma_load: Any = None
+copy_rows: Any = None
+copies_arrive: Any = None
 fence_async_shared: Any = None
 warpgroup_mma: Any = None
 warpgroup_mma_wait: Any = None
@@ -44,6 +46,8 @@ def _load() -> Reason | None:
         barrier, \
         mbarrier, \
         tma_load, \
+        copy_rows, \
+        copies_arrive, \
         fence_async_shared, \
         warpgroup_mma, \
         warpgroup_mma_wait
@@ -76,6 +80,9 @@ def _load() -> Reason | None:
         # Renamed in 3.9; the old name is still there, but raises.
         new = getattr(hopper.tma, "async_load", None)
         tma_load = hopper.tma.async_copy_global_to_shared if new is None else new
+        new = getattr(hopper.async_copy, "async_load", None)
+        copy_rows = hopper.async_copy.async_copy_global_to_shared if new is None else new
+        copies_arrive = hopper.async_copy.mbarrier_arrive
     except Exception as error:
         got = f"{triton.__version__} without Gluon for Hopper ({type(error).__name__}: {error})"
         return Reason("triton", got, SUPPORTED)
@@ -90,6 +97,8 @@ __all__ = [
     "TensorDescriptor",
     "aggregate",
     "barrier",
+    "copies_arrive",
+    "copy_rows",
     "fence_async_shared",
     "gl",
     "gluon",

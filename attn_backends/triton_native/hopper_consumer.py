@@ -14,6 +14,7 @@ from .hopper_compat import (
 from .hopper_parts import (
     K_EMPTY,
     LN2,
+    LOG2E,
     RING,
     RING_FIELDS,
     TURN,
@@ -57,7 +58,22 @@ def _issue_scores(shared, wg, stage, C):
     q = shared.q.index(wg).reshape([64, C.D])
     k = shared.k.index(stage).reshape([C.BLOCK_N, C.D]).permute((1, 0))
     zero = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
-    return warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [64, BLOCK_N]
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [64, BLOCK_N]
+    if C.D1 > 0:
+        q1 = shared.q1.index(wg).reshape([64, C.D1])
+        k1 = shared.k1.index(stage).reshape([C.BLOCK_N, C.D1]).permute((1, 0))
+        s = warpgroup_mma(q1, k1, s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _see_copies(C):
+    """Make copies of other threads, which a barrier has shown to be done, seen by tensor cores.
+
+    TMA writes as tensor cores read; cp.async writes as threads do, and needs a fence between.
+    """
+    if C.GATHER:
+        fence_async_shared()
 
 
 @gluon.jit
@@ -131,8 +147,8 @@ def _zero_tail(slot, keys, C):
 
     Both consumers do so, and write the same bytes; neither waits for the other.
     """
-    layout: gl.constexpr = rows_layout(C.D)
-    tile = slot.reshape([C.BLOCK_N, C.D])
+    layout: gl.constexpr = rows_layout(C.DV)
+    tile = slot.reshape([C.BLOCK_N, C.DV])
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     for i in gl.static_range(C.BLOCK_N // 64):
         if keys < (i + 1) * 64:
@@ -152,13 +168,14 @@ def _attend(
     """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first."""
     V_DTYPE: gl.constexpr = shared.v.dtype
     lo_row, hi_row = _key_range(kv_len, pos_first, left, right_end, C)
-    acc = gl.zeros([64, C.D], gl.float32, C.O_LAYOUT)
+    acc = gl.zeros([64, C.DV], gl.float32, C.O_LAYOUT)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
     none = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
     sums = _row_sums(none, C.BLOCK_N)
 
     tile = end - 1
     mbarrier.wait(shared.k_full.index(k_stage), k_phase)
+    _see_copies(C)
     s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, wg, k_stage, C),))
     _release_keys(shared, k_stage, C)
     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
@@ -166,18 +183,21 @@ def _attend(
     s = _mask(s, tile * C.BLOCK_N, lo_row, hi_row, safe_lo, safe_hi, C)
     p, m, sums, alpha = _softmax(s, m, sums, scale, C)
     p = gl.convert_layout(p.to(V_DTYPE), C.P_LAYOUT)
-    if end * C.BLOCK_N > kv_len:
-        mbarrier.wait(shared.v_full.index(v_stage), v_phase)
-        _zero_tail(shared.v.index(v_stage), kv_len - tile * C.BLOCK_N, C)
+    if not C.GATHER:  # which copies zeros there
+        if end * C.BLOCK_N > kv_len:
+            mbarrier.wait(shared.v_full.index(v_stage), v_phase)
+            _zero_tail(shared.v.index(v_stage), kv_len - tile * C.BLOCK_N, C)
     mbarrier.wait(shared.k_full.index(k_stage), k_phase, pred=tile > low)
 
     while tile > low:
         tile -= 1
         if C.PING_PONG:
             meet(TURN + wg, 256)
+        _see_copies(C)
         s_token = _issue_scores(shared, wg, k_stage, C)
         mbarrier.wait(shared.v_full.index(v_stage), v_phase)
-        v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.D])
+        _see_copies(C)
+        v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
         o_token = warpgroup_mma(p, v, acc, is_async=True)
         if C.PING_PONG:
             come(TURN + 1 - wg, 256)
@@ -198,7 +218,8 @@ def _attend(
 
     mbarrier.arrive(shared.q_empty, count=1)
     mbarrier.wait(shared.v_full.index(v_stage), v_phase)
-    v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.D])
+    _see_copies(C)
+    v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
     acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(p, v, acc, is_async=True),))
     _release_values(shared, v_stage, C)
     v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
@@ -211,10 +232,10 @@ def _store(acc, lse, o_ptr, lse_ptr, first, rows, head, wg: gl.constexpr,
            group, stride_ot, stride_oh, stride_lt, stride_lh, C):  # fmt: skip
     """Write the rows of the tile that exist, 16 bytes a thread, never another sequence's."""
     # The layout of the accumulator with the columns of four neighbouring threads transposed.
-    layout: gl.constexpr = rows_layout(C.D)
+    layout: gl.constexpr = rows_layout(C.DV)
     o = gl.convert_layout(acc.to(o_ptr.dtype.element_ty), layout)
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    col = gl.arange(0, C.D, gl.SliceLayout(0, layout))
+    col = gl.arange(0, C.DV, gl.SliceLayout(0, layout))
     token = row // C.PACK + wg * C.TOKENS
     keep = token < rows
     row_head = gl.zeros_like(row) + head
@@ -236,9 +257,28 @@ def _store(acc, lse, o_ptr, lse_ptr, first, rows, head, wg: gl.constexpr,
 
 
 @gluon.jit
+def _with_sinks(m, total, seen, sinks_ptr, head, group, lse_scale, C):
+    """LSE and factor of the output where each row sees one more key, of value 0."""
+    row = gl.arange(0, 64, gl.SliceLayout(1, C.S_LAYOUT))
+    row_head = gl.zeros_like(row) + head
+    keep = row >= 0
+    if C.PACK > 1:
+        row_head = head * group + row % C.PACK
+        keep = row % C.PACK < group
+    sink = gl.load(sinks_ptr + row_head, mask=keep, other=0.0)
+    m = gl.where(seen, m * lse_scale, float("-inf"))
+    peak = gl.maximum(m, sink)
+    # Neither a key nor a sink: -inf must not be subtracted from itself.
+    peak = gl.where(peak == float("-inf"), 0.0, peak)
+    own = gl.exp2((m - peak) * LOG2E)
+    total = total * own + gl.exp2((sink - peak) * LOG2E)
+    return peak + gl.log2(total) * LN2, gl.where(seen, own / total, 0.0)
+
+
+@gluon.jit
 def consume(
-    C, shared, wg: gl.constexpr, o_ptr, lse_ptr, scale, lse_scale, softcap_in, softcap_out,
-    stride_ot, stride_oh, stride_lt, stride_lh, left, right_end, group,
+    C, shared, wg: gl.constexpr, o_ptr, lse_ptr, sinks_ptr, scale, lse_scale, softcap_in,
+    softcap_out, stride_ot, stride_oh, stride_lt, stride_lh, left, right_end, group,
 ):  # fmt: skip
     """A consumer warpgroup: 64 rows of every tile that the producer announces."""
     if C.PING_PONG:
@@ -266,7 +306,7 @@ def consume(
         if C.HAS_RIGHT:
             safe_hi = gl.minimum(safe_hi, pos_first + right_end)
         low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
-        acc = gl.zeros([64, C.D], gl.float32, C.O_LAYOUT)
+        acc = gl.zeros([64, C.DV], gl.float32, C.O_LAYOUT)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         total = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         if end > low:
@@ -289,6 +329,8 @@ def consume(
         seen = hi_row > gl.maximum(lo_row, 0)
         lse = gl.where(seen, m * lse_scale + gl.log2(total) * LN2, float("-inf"))
         inverse = gl.where(seen, 1.0 / total, 0.0)
+        if C.HAS_SINKS:
+            lse, inverse = _with_sinks(m, total, seen, sinks_ptr, head, group, lse_scale, C)
         o_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
         o_seen = gl.convert_layout(seen, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
         _store(

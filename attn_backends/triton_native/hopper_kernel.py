@@ -1,7 +1,8 @@
-"""Warp-specialised prefill for Hopper in Gluon: one producer warp, one or two consumer warpgroups.
+"""Warp-specialised prefill for Hopper in Gluon: a producer, and one to three consumer warpgroups.
 
-A persistent program takes tiles from a work list (``hopper_work``). Its producer warp streams Q, K
-and V by TMA; each consumer warpgroup owns 64 rows and keeps S, P and O in registers. With s the
+A persistent program takes tiles from a work list (``hopper_work``). Its producer streams Q, K and V
+in: one warp by TMA, or four by cp.async where the pages of a cache are not such as TMA can address.
+Each consumer warpgroup owns 64 rows and keeps S, P and O in registers. With s the
 scores, c the scale in log2 units, and keys visited from the last tile to the first:
 
     m' = max(m, rowmax s);  p = exp2(c s - c m');  a = exp2(c m - c m')
@@ -24,33 +25,50 @@ from .hopper_producer import produce
 @gluon.jit(
     do_not_specialize=[
         "scale", "lse_scale", "softcap_in", "softcap_out", "stride_table", "left", "right_end",
-        "heads", "group", "head_group",
+        "heads", "group", "head_group", "stride_kp", "stride_ks", "stride_kh", "stride_vp",
+        "stride_vs", "stride_vh",
     ]
 )  # fmt: skip
 def _hopper_prefill_kernel(
-    q_desc, k_desc, v_desc, o_ptr, lse_ptr, work_ptr, table_ptr,
+    # Tensor maps of queries, keys and values; q1 and k1 of their lanes beyond D, or None. With
+    # GATHER, k and v are pointers, with the strides of pages, slots and heads in 16 bytes.
+    q, q1, k, k1, v,
+    o_ptr, lse_ptr, work_ptr, table_ptr, sinks_ptr,
     scale, lse_scale, softcap_in, softcap_out,
     stride_ot: gl.int64, stride_oh: gl.int64, stride_lt: gl.int64, stride_lh: gl.int64,
     stride_table: gl.int64, left, right_end, heads, group, head_group,
-    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    PACK: gl.constexpr, PAGE_SIZE: gl.constexpr,
+    stride_kp: gl.int64, stride_ks: gl.int64, stride_kh: gl.int64,
+    stride_vp: gl.int64, stride_vs: gl.int64, stride_vh: gl.int64,
+    D: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    PACK: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHER: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
     DYNAMIC: gl.constexpr, SNAKE: gl.constexpr, PING_PONG: gl.constexpr,
     NAMED_EMPTY: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     C = Config(
-        D, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
+        D, D1, DV, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
     )  # fmt: skip
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, PACK, D], dtype)
-    kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, 1, D], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, 1, D], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, 1, DV], dtype)
     ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    q_slots = gl.allocate_shared_memory(dtype, [CONSUMERS, C.TOKENS, PACK, D], q_layout)
+    k_slots = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, D], k_layout)
+    q1_slots = q_slots
+    k1_slots = k_slots
+    if D1 > 0:
+        q1_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, PACK, D1], dtype)
+        k1_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, 1, D1], dtype)
+        q1_slots = gl.allocate_shared_memory(dtype, [CONSUMERS, C.TOKENS, PACK, D1], q1_layout)
+        k1_slots = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, D1], k1_layout)
     shared = Shared(
-        gl.allocate_shared_memory(dtype, [CONSUMERS, C.TOKENS, PACK, D], q_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, D], kv_layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, D], kv_layout),
+        q_slots, q1_slots, k_slots, k1_slots,
+        gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, DV], v_layout),
         gl.allocate_shared_memory(gl.int32, [RING * RING_FIELDS, 1], ring_layout),
         gl.allocate_shared_memory(gl.int64, [1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [1], bar_layout),
@@ -60,39 +78,53 @@ def _hopper_prefill_kernel(
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [RING, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [RING, 1], bar_layout),
-    )
+    )  # fmt: skip
+    # One arrival of the thread that starts copies by TMA, or one of each thread that gathers.
+    FULL: gl.constexpr = 32 * C.PRODUCER_WARPS if GATHER else 1
     mbarrier.init(shared.q_full, 1)
     mbarrier.init(shared.q_empty, CONSUMERS)
     for i in gl.static_range(STAGES):
-        mbarrier.init(shared.k_full.index(i), 1)
+        mbarrier.init(shared.k_full.index(i), FULL)
         mbarrier.init(shared.k_empty.index(i), CONSUMERS)
-        mbarrier.init(shared.v_full.index(i), 1)
+        mbarrier.init(shared.v_full.index(i), FULL)
         mbarrier.init(shared.v_empty.index(i), CONSUMERS)
     for i in gl.static_range(RING):
         mbarrier.init(shared.ring_full.index(i), 1)
         mbarrier.init(shared.ring_empty.index(i), CONSUMERS)
     fence_async_shared()
 
-    consumer0 = (
-        C, shared, 0, o_ptr, lse_ptr, scale, lse_scale, softcap_in, softcap_out,
+    rest = (
+        o_ptr, lse_ptr, sinks_ptr, scale, lse_scale, softcap_in, softcap_out,
         stride_ot, stride_oh, stride_lt, stride_lh, left, right_end, group,
     )  # fmt: skip
-    consumer1 = (
-        C, shared, 1, o_ptr, lse_ptr, scale, lse_scale, softcap_in, softcap_out,
-        stride_ot, stride_oh, stride_lt, stride_lh, left, right_end, group,
-    )  # fmt: skip
+    # Sums of tuples, since Triton knows no stars in them.
+    consumer0 = (C, shared, 0) + rest  # noqa: RUF005
+    consumer1 = (C, shared, 1) + rest  # noqa: RUF005
+    consumer2 = (C, shared, 2) + rest  # noqa: RUF005
     producer = (
-        C, shared, q_desc, k_desc, v_desc, work_ptr, table_ptr, stride_table, left, right_end,
-        heads, group, head_group,
+        C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, left, right_end,
+        heads, group, head_group, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     )  # fmt: skip
-    if CONSUMERS == 2:
+    P: gl.constexpr = C.PRODUCER_WARPS
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (consume, consumer0),
+                (consume, consumer1),
+                (consume, consumer2),
+                (produce, producer),
+            ],
+            [4, 4, P],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, consumer0), (consume, consumer1), (produce, producer)],
-            [4, 1],
+            [4, P],
             [CONSUMER_REGS, PRODUCER_REGS],
         )
     else:
-        gl.warp_specialize([(consume, consumer0), (produce, producer)], [1], [PRODUCER_REGS])
+        gl.warp_specialize([(consume, consumer0), (produce, producer)], [P], [PRODUCER_REGS])
 
 
 __all__ = ["_hopper_prefill_kernel"]

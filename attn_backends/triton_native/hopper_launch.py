@@ -32,9 +32,10 @@ class Map:
         shape: Its shape, of up to five dimensions.
         strides: Strides in elements; the last is 1.
         box: Shape of one copy.
+        first: The lane of ``x`` that is the first of the map.
     """
 
-    __slots__ = ("box", "key", "shape", "strides", "x")
+    __slots__ = ("box", "first", "key", "shape", "strides", "x")
 
     def __init__(
         self,
@@ -42,11 +43,12 @@ class Map:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         box: tuple[int, ...],
+        first: int = 0,
     ) -> None:
         # The stride of a dimension of one element says nothing, but TMA still checks it.
         self.strides = (*(16 if n == 1 else s for n, s in zip(shape[:-1], strides)), 1)
-        self.x, self.shape, self.box = x, tuple(shape), box
-        self.key = (x.data_ptr(), x.dtype, self.shape, self.strides, box)
+        self.x, self.shape, self.box, self.first = x, tuple(shape), box, first
+        self.key = (x.data_ptr() + first * x.element_size(), x.dtype, self.shape, self.strides, box)
 
     def descriptor(self) -> Any:
         """Triton's own description, which it encodes when it launches."""
@@ -54,7 +56,7 @@ class Map:
         element = gl.bfloat16 if self.x.dtype == torch.bfloat16 else gl.float16
         layout = gl.NVMMASharedLayout.get_default_for(list(self.box), element)
         return hopper_compat.TensorDescriptor(
-            self.x, list(self.shape), list(self.strides), list(self.box), layout
+            self.x[..., self.first :], list(self.shape), list(self.strides), list(self.box), layout
         )
 
 
@@ -83,7 +85,7 @@ def _c_launcher(compiled: Any) -> tuple[Callable[..., None], list[Any]] | None:
         metas = cells["tensordesc_meta"].cell_contents
         plain = not (run.global_scratch_size or run.profile_scratch_size)
         plain = plain and not (run.launch_cooperative_grid or run.launch_pdl) and run.num_ctas == 1
-        if not plain or len(metas) != 3 or None in metas:
+        if not plain or not metas or None in metas:
             return None
         return launcher, metas
     except Exception:  # looks otherwise inside: the ordinary way is always right
@@ -101,7 +103,7 @@ def _hooked() -> bool:
 def launch(
     kernel: Any,
     programs: int,
-    maps: tuple[Map, ...],
+    sources: tuple[Map | torch.Tensor | None, ...],
     tensors: tuple[torch.Tensor, ...],
     numbers: tuple[int | float, ...],
     specialized: tuple[int, ...],
@@ -111,10 +113,10 @@ def launch(
     """Launch on the current stream.
 
     Args:
-        kernel: The jitted kernel; its arguments are maps, tensors, numbers, ``specialized``
+        kernel: The jitted kernel; its arguments are sources, tensors, numbers, ``specialized``
             numbers, then constants.
         programs: Grid size.
-        maps: Descriptor arguments.
+        sources: Descriptors, pointers, or None for none.
         tensors: Pointer arguments.
         numbers: Numbers that the compiler does not specialise on.
         specialized: Integers that it does, placed where the kernel's signature has them: after the
@@ -129,16 +131,21 @@ def launch(
 
         device = torch.cuda.current_device()
         addresses = tuple(t.data_ptr() for t in tensors)
+        kinds = tuple(x.box if isinstance(x, Map) else x is None for x in sources)
         key = (
-            device, maps[0].x.dtype, specialized, tuple(a % 16 for a in addresses),
-            tuple(m.box for m in maps), max_registers, *constants.values(),
+            device, tensors[0].dtype, specialized, tuple(a % 16 for a in addresses), kinds,
+            max_registers, *constants.values(),
         )  # fmt: skip
         known = _kernels.get(key)
         if known is not None:
             compiled, c_launch, metas = known
             described: list[Any] = []
-            for view, meta in zip(maps, metas):
-                described += (_encoded(view, meta), *view.shape, *view.strides)
+            left = iter(metas)
+            for x in sources:
+                if isinstance(x, Map):
+                    described += (_encoded(x, next(left)), *x.shape, *x.strides)
+                else:
+                    described.append(x if x is None else x.data_ptr())
             c_launch(
                 programs, 1, 1, driver.active.get_current_stream(device), compiled.function,
                 False, False, None, None, compiled.packed_metadata, None, None, None,
@@ -146,7 +153,8 @@ def launch(
             )  # fmt: skip
             return
     compiled = kernel[(programs,)](
-        *(m.descriptor() for m in maps), *tensors, *values, **constants,
+        *(x.descriptor() if isinstance(x, Map) else x for x in sources), *tensors, *values,
+        **constants,
         num_warps=4, maxnreg=max_registers,
     )  # fmt: skip
     if fast and key not in _kernels:

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 
 from . import hopper_compat
-from .hopper_prefill import Variant, compile_arguments, key_box, query_box
+from .hopper_prefill import Variant, compile_arguments, key_box, query_box, split_lanes
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-_ALIGNED = ("o_ptr", "lse_ptr", "work_ptr", "table_ptr", "stride_ot", "stride_oh", "stride_lt")
+_ALIGNED = (
+    "o_ptr", "lse_ptr", "work_ptr", "table_ptr", "sinks_ptr", "stride_ot", "stride_oh", "stride_lt"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class OfflineCase:
     causal: bool = True
     window: tuple[int | None, int | None] | None = None
     softcap: float | None = None
+    head_dim_v: int = 0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,20 @@ CASES = {
     "d128-window-cap": OfflineCase(window=(1023, 0), softcap=30.0),
     "d128-single": OfflineCase(variant=Variant(consumers=1, block_n=64)),
     "d64-single": OfflineCase(64, Variant(consumers=1)),
+    "d192": OfflineCase(192, head_dim_v=128),
+    "d192-p16": OfflineCase(192, page_size=16, head_dim_v=128),
+    "d192-single": OfflineCase(192, Variant(consumers=1, block_n=64), head_dim_v=128),
+    "d128-p1": OfflineCase(page_size=1),
+    "d128-p48-pack4": OfflineCase(variant=Variant(pack=4), page_size=48),
+    "d64-p1": OfflineCase(64, Variant(stages=3), page_size=1),
+    "d256-p1": OfflineCase(256, Variant(block_n=64), page_size=1),
+    "d192-p1": OfflineCase(192, page_size=1, head_dim_v=128),
+    "d128-p1-single": OfflineCase(variant=Variant(consumers=1, block_n=64), page_size=1),
+    "d128-sinks": OfflineCase(sinks=True),
+    "d128-pack4-sinks": OfflineCase(variant=Variant(pack=4), sinks=True),
+    "d64-three": OfflineCase(64, Variant(consumers=3, stages=3)),
+    "d64-three-n64": OfflineCase(64, Variant(consumers=3, block_n=64, stages=4)),
+    "d128-three-n64": OfflineCase(variant=Variant(consumers=3, block_n=64)),
 }
 
 
@@ -88,19 +106,29 @@ def compile_case(case: OfflineCase) -> Any:
         layout = gl.NVMMASharedLayout.get_default_for(list(box), element)
         return f"tensordesc<{name}[{', '.join(map(str, box))}],{layout!r}>"
 
+    variant, dv = case.variant, case.head_dim_v or case.head_dim
     constants = compile_arguments(
-        case.variant, case.head_dim, case.page_size, case.causal, case.window, case.softcap
-    )
+        variant, case.head_dim, dv, case.page_size, case.causal, case.window, case.softcap,
+        case.sinks,
+    )  # fmt: skip
+    d, d1 = split_lanes(case.head_dim)
+    lanes = {"q": d, "q1": d1, "k": d, "k1": d1, "v": dv}
+    gather = variant.gathers(case.page_size)
+    aligned = [*_ALIGNED, *(["k", "v"] if gather else [])]
     signature: dict[str, str] = {}
     for argument in kernel.arg_names:
+        if argument in lanes and (not lanes[argument] or (gather and argument == "k1")):
+            constants = {**constants, argument: None}
         if argument in constants:
             signature[argument] = "constexpr"
-        elif argument == "q_desc":
-            signature[argument] = descriptor(query_box(case.variant, case.head_dim))
-        elif argument in ("k_desc", "v_desc"):
-            signature[argument] = descriptor(key_box(case.variant, case.head_dim, case.page_size))
+        elif argument in ("q", "q1"):
+            signature[argument] = descriptor(query_box(variant, lanes[argument]))
+        elif argument in lanes and gather:
+            signature[argument] = "*" + name
+        elif argument in lanes:
+            signature[argument] = descriptor(key_box(variant, lanes[argument], case.page_size))
         elif argument.endswith("_ptr"):
-            kinds = {"o_ptr": name, "lse_ptr": "fp32"}
+            kinds = {"o_ptr": name, "lse_ptr": "fp32", "sinks_ptr": "fp32"}
             signature[argument] = "*" + kinds.get(argument, "i32")
         elif argument.startswith("stride_"):
             signature[argument] = "i64"
@@ -112,9 +140,9 @@ def compile_case(case: OfflineCase) -> Any:
         kernel,
         signature,
         {(places[k],): v for k, v in constants.items()},
-        {(places[k],): [["tt.divisibility", 16]] for k in _ALIGNED},
+        {(places[k],): [["tt.divisibility", 16]] for k in aligned},
     )
-    options = {"num_warps": 4, "maxnreg": case.variant.max_registers}
+    options = {"num_warps": 4, "maxnreg": variant.max_registers}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -8,6 +8,7 @@ WORK_FIELDS = gl.constexpr(8)  # ints per entry
 RING = gl.constexpr(2)  # tiles the producer may announce ahead
 RING_FIELDS = gl.constexpr(8)
 LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
 # Named barriers; Triton itself takes the low ones.
 TURN = gl.constexpr(6)
 K_EMPTY = gl.constexpr(8)
@@ -30,24 +31,36 @@ def rows_layout(width):
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, width])
 
 
+@gluon.constexpr_function
+def gather_layout(width):
+    """Layout ``[rows, width]`` of four warps in which a thread copies 16 bytes of a row."""
+    across = min(width // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+
+
 @aggregate
 class Config:
     """What a variant of the kernel is compiled for."""
 
-    D: gl.constexpr
+    D: gl.constexpr  # lanes of queries and keys: the first of them, if D1 holds the others
+    D1: gl.constexpr  # lanes beyond D; 0 if their number is a power of two
+    DV: gl.constexpr  # lanes of values
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     PACK: gl.constexpr
     PAGE_SIZE: gl.constexpr
+    GATHER: gl.constexpr  # keys and values come row by row, through pointers
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
+    HAS_SINKS: gl.constexpr
     DYNAMIC: gl.constexpr
     SNAKE: gl.constexpr
     PING_PONG: gl.constexpr
     NAMED_EMPTY: gl.constexpr
     TOKENS: gl.constexpr  # query tokens per consumer warpgroup
+    PRODUCER_WARPS: gl.constexpr
     SLOT_THREADS: gl.constexpr  # threads that meet where a slot is given back
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
@@ -55,26 +68,32 @@ class Config:
 
     @gluon.constexpr_function
     def __init__(
-        self, D, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
+        self, D, D1, DV, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
+        self.D1 = gl.constexpr(D1)
+        self.DV = gl.constexpr(DV)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.STAGES = gl.constexpr(STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PACK = gl.constexpr(PACK)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
+        self.GATHER = gl.constexpr(GATHER)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        self.HAS_SINKS = gl.constexpr(HAS_SINKS)
         self.DYNAMIC = gl.constexpr(DYNAMIC)
         self.SNAKE = gl.constexpr(SNAKE)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.NAMED_EMPTY = gl.constexpr(NAMED_EMPTY)
         self.TOKENS = gl.constexpr(64 // PACK)
-        self.SLOT_THREADS = gl.constexpr(128 * CONSUMERS + 32)
+        producer_warps = 4 if GATHER else 1
+        self.PRODUCER_WARPS = gl.constexpr(producer_warps)
+        self.SLOT_THREADS = gl.constexpr(128 * CONSUMERS + 32 * producer_warps)
         self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-        o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+        o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         self.O_LAYOUT = gl.constexpr(o_layout)
         self.P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))
 
@@ -84,8 +103,10 @@ class Shared:
     """Shared memory: tiles, and the barriers that say when a tile is full or free again."""
 
     q: gl.shared_memory_descriptor  # [CONSUMERS, TOKENS, PACK, D]
+    q1: gl.shared_memory_descriptor  # [CONSUMERS, TOKENS, PACK, D1]; q itself if D1 is 0
     k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, D]
-    v: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, D]
+    k1: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, D1]; k itself if D1 is 0
+    v: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, DV]
     ring: gl.shared_memory_descriptor  # [RING * RING_FIELDS, 1]
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
@@ -98,11 +119,13 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, v, ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, ring_full,
-        ring_empty,
+        self, q, q1, k, k1, v, ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+        ring_full, ring_empty,
     ):  # fmt: skip
         self.q = q
+        self.q1 = q1
         self.k = k
+        self.k1 = k1
         self.v = v
         self.ring = ring
         self.q_full = q_full
@@ -161,6 +184,7 @@ __all__ = [
     "Config",
     "K_EMPTY",
     "LN2",
+    "LOG2E",
     "RING",
     "RING_FIELDS",
     "Shared",
@@ -170,6 +194,7 @@ __all__ = [
     "WORK_HEADER",
     "advance",
     "come",
+    "gather_layout",
     "key_tiles",
     "meet",
     "rows_layout",

@@ -19,8 +19,8 @@ from ..spec import AttentionSpec
 from . import hopper_compat
 from .hopper_launch import Map, launch
 
-HEAD_DIMS = (64, 128, 256)
-PAGE_SIZES = (16, 32, 64, 128, 256)
+#: Lanes of keys and of values.
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 DTYPES = (torch.bfloat16, torch.float16)
 _INT32_MAX = 2**31 - 1
 _LOG2E = 1.4426950408889634
@@ -35,7 +35,8 @@ class Variant:
     Attributes:
         block_n: Keys per tile.
         stages: Slots for tiles of keys, and as many for values.
-        consumers: Warpgroups of 64 rows; with one, two programs share a multiprocessor.
+        consumers: Warpgroups of 64 rows, up to three; with one, two programs share a
+            multiprocessor.
         pack: Query heads of one KV head that share a tile, padded to a power of two; 1 is off.
         dynamic: Tiles are handed out by a counter instead of in fixed turns.
         snake: In fixed turns, every second turn runs backwards.
@@ -64,11 +65,27 @@ class Variant:
         """Registers per thread that the launch reserves, before warps trade them."""
         return 168 if self.consumers == 2 else 128
 
-    def warp_registers(self, paged: bool) -> tuple[int, int]:
+    def warp_registers(self, paged: bool, gather: bool = False) -> tuple[int, int]:
         """Registers per thread of consumers and producer, out of the same total."""
-        if self.consumers == 1:
-            return (216, 40) if paged else (232, 24)
-        return (232, 40) if paged else (240, 24)
+        if gather:
+            return {1: (168, 88), 2: (208, 88), 3: (136, 104)}[self.consumers]
+        if paged:
+            return {1: (216, 40), 2: (232, 40), 3: (152, 56)}[self.consumers]
+        return {1: (232, 24), 2: (240, 24), 3: (160, 32)}[self.consumers]
+
+    def gathers(self, page_size: int | None) -> bool:
+        """Whether boxes of TMA, one per page, cannot tile a tile of keys."""
+        if page_size is None:
+            return False
+        if page_size >= self.block_n:
+            return page_size % self.block_n > 0
+        return page_size < 16 or self.block_n % page_size > 0
+
+
+def split_lanes(head_dim: int) -> tuple[int, int]:
+    """Lanes of the first copy and product of queries and keys, and of the second; powers of two."""
+    first = 1 << (head_dim.bit_length() - 1)
+    return first, head_dim - first
 
 
 def pack_size(group: int) -> int:
@@ -119,7 +136,7 @@ def choose_variant(
     heads = num_heads if variant.pack == 1 else num_kv_heads
     tiles = min(total_q // variant.tile + num_seqs, num_seqs * -(-longest // variant.tile))
     if tiles * heads < num_sms and head_dim < 256:
-        variant = replace(variant, consumers=1, block_n=64 if head_dim == 128 else 128, stages=2)
+        variant = replace(variant, consumers=1, block_n=128 if head_dim == 64 else 64, stages=2)
     return variant
 
 
@@ -184,12 +201,12 @@ def hopper_reasons(
     if spec.kv != spec.dtype:
         want = str(spec.dtype).removeprefix("torch.")
         out.append(Reason("kv_dtype", str(spec.kv).removeprefix("torch."), want))
-    if spec.head_dim not in HEAD_DIMS:
-        out.append(Reason("head_dim", str(spec.head_dim), ", ".join(map(str, HEAD_DIMS))))
-    if spec.dv != spec.head_dim:
-        out.append(Reason("head_dim_v", str(spec.dv), f"head_dim={spec.head_dim}"))
-    if spec.page_size is not None and spec.page_size not in PAGE_SIZES:
-        out.append(Reason("page_size", str(spec.page_size), ", ".join(map(str, PAGE_SIZES))))
+    widths = dict(HEAD_DIMS)
+    if spec.head_dim not in widths:
+        out.append(Reason("head_dim", str(spec.head_dim), ", ".join(map(str, widths))))
+    elif spec.dv != widths[spec.head_dim]:
+        want = f"{widths[spec.head_dim]} with head_dim={spec.head_dim}"
+        out.append(Reason("head_dim_v", str(spec.dv), want))
     if spec.has_alibi:
         out.append(Reason("has_alibi", "True", "False"))
     if spec.has_mask:
@@ -210,22 +227,44 @@ def _on(device: torch.device) -> Any:
     return torch.cuda.device(device)
 
 
-def query_box(variant: Variant, head_dim: int) -> tuple[int, ...]:
+def query_box(variant: Variant, lanes: int) -> tuple[int, ...]:
     """Tokens, heads and lanes of the queries that one copy brings a consumer."""
-    return (64 // variant.pack, variant.pack, head_dim)
+    return (64 // variant.pack, variant.pack, lanes)
 
 
-def key_box(variant: Variant, head_dim: int, page_size: int | None) -> tuple[int, ...]:
+def key_box(variant: Variant, lanes: int, page_size: int | None) -> tuple[int, ...]:
     """Pages, slots, heads and lanes of keys or values that one copy brings; ragged is one page."""
     slots = variant.block_n if page_size is None else min(page_size, variant.block_n)
-    return (1, slots, 1, head_dim)
+    return (1, slots, 1, lanes)
 
 
-def _key_map(x: torch.Tensor, box: tuple[int, ...]) -> Map:
-    """Keys or values as pages, slots, heads and lanes; ragged keys are one page."""
+def _query_map(x: torch.Tensor, variant: Variant, first: int, lanes: int) -> Map:
+    """Lanes of the queries."""
+    shape = (*x.shape[:2], lanes)
+    return Map(x, shape, x.stride(), query_box(variant, lanes), first)
+
+
+def _key_map(
+    x: torch.Tensor, variant: Variant, page_size: int | None, first: int, lanes: int
+) -> Map:
+    """Lanes of keys or values as pages, slots, heads and lanes; ragged keys are one page."""
+    box = key_box(variant, lanes, page_size)
     if x.dim() == 3:
-        return Map(x, (1, *x.shape), (16, *x.stride()), box)
-    return Map(x, tuple(x.shape), x.stride(), box)
+        return Map(x, (1, *x.shape[:2], lanes), (16, *x.stride()), box, first)
+    return Map(x, (*x.shape[:3], lanes), x.stride(), box, first)
+
+
+def sources(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, page_size: int | None
+) -> tuple[Map | torch.Tensor | None, ...]:
+    """The kernel's first five arguments: how queries, keys and values are read."""
+    d, d1 = split_lanes(q.shape[-1])
+    queries = _query_map(q, variant, 0, d), _query_map(q, variant, d, d1) if d1 else None
+    if variant.gathers(page_size):
+        return (*queries, k, None, v)
+    keys = _key_map(k, variant, page_size, 0, d)
+    more = _key_map(k, variant, page_size, d, d1) if d1 else None
+    return (*queries, keys, more, _key_map(v, variant, page_size, 0, v.shape[-1]))
 
 
 def bounds(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, ...]:
@@ -286,6 +325,7 @@ def hopper_prefill(
     causal: bool,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     o: torch.Tensor,
     lse: torch.Tensor,
     variant: Variant | None = None,
@@ -297,9 +337,9 @@ def hopper_prefill(
     asked ``hopper_reasons``; here only what a wrong call could corrupt is asserted.
 
     Args:
-        q: ``[T, H, D]`` bfloat16 or float16, D of 64, 128 or 256.
+        q: ``[T, H, D]`` bfloat16 or float16, D and DV as in ``HEAD_DIMS``.
         k: ``[Tk, HK, D]``, or ``[num_pages, page_size, HK, D]`` with ``page_table``.
-        v: As ``k``.
+        v: As ``k``, of DV lanes.
         cu_seqlens_q: ``[B+1]`` int32.
         seqlens_k: ``[B]`` int32, keys of each sequence.
         cu_seqlens_k: ``[B+1]`` int32, where the keys of each sequence start; None if paged.
@@ -309,7 +349,8 @@ def hopper_prefill(
         causal: Bottom-right causal mask.
         window: ``(left, right)`` inclusive bounds, None unbounded.
         softcap: c in ``c * tanh(s / c)``, or None.
-        o: ``[T, H, D]`` output, any strides over tokens and heads.
+        sinks: ``[H]`` float32 logits of one more key of value 0, or None.
+        o: ``[T, H, DV]`` output, any strides over tokens and heads.
         lse: ``[T, H]`` float32 output, natural log.
         variant: What to launch; None chooses by shape.
         work: The step's list from ``hopper_work`` for the same variant; None makes one, which
@@ -324,7 +365,9 @@ def hopper_prefill(
     assert paged == (k.dim() == 4) and (cu_seqlens_k is None) == paged
     assert q.dtype == k.dtype == v.dtype == o.dtype and lse.dtype == torch.float32
     assert page_table is None or page_table.stride(1) == 1 or page_table.shape[1] == 1
-    assert o.shape == q.shape and lse.shape == (total_q, num_heads) and o.stride(-1) == 1
+    assert o.shape == (total_q, num_heads, v.shape[-1]) and o.stride(-1) == 1
+    assert lse.shape == (total_q, num_heads)
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     assert variant is None or variant.pack in (1, pack_size(num_heads // num_kv_heads))
     if total_q == 0:
         return
@@ -341,9 +384,11 @@ def hopper_prefill(
         )  # fmt: skip
     if k.numel() == 0:
         # No key anywhere: every tile is empty, but a tensor map needs an address.
-        k = v = q.new_zeros((1, *k.shape[1:]))
+        k, v = (q.new_zeros((1, *x.shape[1:])) for x in (k, v))
     page_size = k.shape[1] if paged else None
-    constants = compile_arguments(variant, head_dim, page_size, causal, window, softcap)
+    constants = compile_arguments(
+        variant, head_dim, v.shape[-1], page_size, causal, window, softcap, sinks is not None
+    )
     tiles = total_q // variant.tile + num_seqs + 1
     programs = num_sms * (3 - variant.consumers)
     heads = num_heads if variant.pack == 1 else num_kv_heads
@@ -356,22 +401,23 @@ def hopper_prefill(
         softcap_in = 2.0 * _LOG2E * scale / softcap
         scale = 1.0
     left, right = bounds(causal, window)
-    k_box = key_box(variant, head_dim, page_size)
+    steps: tuple[int, ...] = (0,) * 6
+    if variant.gathers(page_size):
+        steps = tuple(s // 8 for s in (*k.stride()[:3], *v.stride()[:3]))
     with _on(q.device):
         launch(
             _hopper_prefill_kernel,
             min(programs, tiles * heads),
+            sources(q, k, v, variant, page_size),
             (
-                Map(q, tuple(q.shape), q.stride(), query_box(variant, head_dim)),
-                _key_map(k, k_box),
-                _key_map(v, k_box),
+                o, lse, work, work if page_table is None else page_table,
+                lse if sinks is None else sinks,
             ),
-            (o, lse, work, page_table if page_table is not None else work),
             (
                 scale * _LOG2E, scale, softcap_in, 0.0 if softcap is None else float(softcap),
                 page_table.stride(0) if page_table is not None else 0,
                 left or 0, 0 if right is None else right + 1,
-                heads, num_heads // num_kv_heads, head_group,
+                heads, num_heads // num_kv_heads, head_group, *steps,
             ),
             (*o.stride()[:2], *lse.stride()),
             constants,
@@ -383,24 +429,32 @@ def hopper_prefill(
 def compile_arguments(
     variant: Variant,
     head_dim: int,
+    head_dim_v: int,
     page_size: int | None,
     causal: bool,
     window: tuple[int | None, int | None] | None,
     softcap: float | None,
+    sinks: bool = False,
 ) -> dict[str, Any]:
     """The compile-time arguments of a launch."""
     left, right = bounds(causal, window)
-    consumer, producer = variant.warp_registers(page_size is not None)
+    gather = variant.gathers(page_size)
+    consumer, producer = variant.warp_registers(page_size is not None, gather)
+    first, more = split_lanes(head_dim)
     return {
-        "D": head_dim,
+        "D": first,
+        "D1": more,
+        "DV": head_dim_v,
         "BLOCK_N": variant.block_n,
         "STAGES": variant.stages,
         "CONSUMERS": variant.consumers,
         "PACK": variant.pack,
         "PAGE_SIZE": page_size or 0,
+        "GATHER": gather,
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
         "HAS_SOFTCAP": softcap is not None,
+        "HAS_SINKS": sinks,
         "DYNAMIC": variant.dynamic,
         "SNAKE": variant.snake and not variant.dynamic,
         "PING_PONG": variant.ping_pong and variant.consumers == 2,

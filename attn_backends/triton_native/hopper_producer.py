@@ -1,8 +1,13 @@
-"""The producer warp of the Hopper prefill: takes tiles from the work list and streams them in."""
+"""The producer of the Hopper prefill: takes tiles from the work list and streams them in.
+
+It is one warp that starts copies by TMA, a box per page if there are pages. Pages that boxes cannot
+tile are gathered: four warps start one copy of 16 bytes per thread and row (cp.async), and the slot
+is full once the copies of every thread have landed.
+"""
 
 from __future__ import annotations
 
-from .hopper_compat import gl, gluon, mbarrier, tma_load
+from .hopper_compat import copies_arrive, copy_rows, gl, gluon, mbarrier, tma_load
 from .hopper_parts import (
     K_EMPTY,
     RING,
@@ -11,6 +16,7 @@ from .hopper_parts import (
     WORK_FIELDS,
     WORK_HEADER,
     advance,
+    gather_layout,
     key_tiles,
     meet,
 )
@@ -19,8 +25,6 @@ from .hopper_parts import (
 @gluon.jit
 def _load_tile(desc, full, slot, tile, key_start, head, table, kv_len, C):
     """Start the copy of one tile of keys or values; pages past the last key arrive as zeros."""
-    BYTES: gl.constexpr = C.BLOCK_N * C.D * desc.dtype.primitive_bitwidth // 8
-    mbarrier.expect(full, BYTES)
     if C.PAGE_SIZE == 0:
         tma_load(desc, [0, key_start + tile * C.BLOCK_N, head, 0], full, slot)
     elif C.PAGE_SIZE >= C.BLOCK_N:
@@ -38,9 +42,71 @@ def _load_tile(desc, full, slot, tile, key_start, head, table, kv_len, C):
 
 
 @gluon.jit
-def _announce(shared, slot, phase, first, rows, kv_len, pos0, head):
+def _gather_lanes(
+    at_ptr, slot, tile, table, kv_len, stride_page, stride_slot, LANES: gl.constexpr, C
+):
+    """Start the copies of the rows of one tile, 16 bytes a thread; rows past the last are zeros."""
+    layout: gl.constexpr = gather_layout(LANES)
+    row = tile * C.BLOCK_N + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
+    lane = gl.arange(0, LANES, gl.SliceLayout(0, layout))
+    keep = row < kv_len
+    page = gl.load(table + row // C.PAGE_SIZE, mask=keep, other=0)
+    at = page.to(gl.int64) * stride_page + (row % C.PAGE_SIZE) * stride_slot  # [BLOCK_N]
+    copy_rows(
+        slot.reshape([C.BLOCK_N, LANES]), at_ptr + (at[:, None] * 8 + lane[None, :]),
+        mask=keep[:, None],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_keys(
+    shared, k, k1, stage, tile, key_start, head, table, kv_len, stride_page, stride_slot,
+    stride_head, C,
+):  # fmt: skip
+    """Start the copy of one tile of keys."""
+    full = shared.k_full.index(stage)
+    if C.GATHER:
+        at = k + head.to(gl.int64) * stride_head * 8
+        _gather_lanes(
+            at, shared.k.index(stage), tile, table, kv_len, stride_page, stride_slot, C.D, C
+        )
+        if C.D1 > 0:
+            _gather_lanes(
+                at + C.D, shared.k1.index(stage), tile, table, kv_len, stride_page, stride_slot,
+                C.D1, C,
+            )  # fmt: skip
+        copies_arrive(full, increment_count=False)
+    else:
+        BYTES: gl.constexpr = C.BLOCK_N * (C.D + C.D1) * k.dtype.primitive_bitwidth // 8
+        mbarrier.expect(full, BYTES)
+        _load_tile(k, full, shared.k.index(stage), tile, key_start, head, table, kv_len, C)
+        if C.D1 > 0:
+            _load_tile(k1, full, shared.k1.index(stage), tile, key_start, head, table, kv_len, C)
+
+
+@gluon.jit
+def _load_values(
+    shared, v, stage, tile, key_start, head, table, kv_len, stride_page, stride_slot, stride_head,
+    C,
+):  # fmt: skip
+    """Start the copy of one tile of values."""
+    full = shared.v_full.index(stage)
+    if C.GATHER:
+        _gather_lanes(
+            v + head.to(gl.int64) * stride_head * 8, shared.v.index(stage), tile, table, kv_len,
+            stride_page, stride_slot, C.DV, C,
+        )  # fmt: skip
+        copies_arrive(full, increment_count=False)
+    else:
+        BYTES: gl.constexpr = C.BLOCK_N * C.DV * v.dtype.primitive_bitwidth // 8
+        mbarrier.expect(full, BYTES)
+        _load_tile(v, full, shared.v.index(stage), tile, key_start, head, table, kv_len, C)
+
+
+@gluon.jit
+def _announce(shared, slot, phase, first, rows, kv_len, pos0, head, C):
     """Tell the consumers which tile comes next; ``rows`` of -1 ends their work."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [C.PRODUCER_WARPS], [0])
     mbarrier.wait(shared.ring_empty.index(slot), phase ^ 1)
     base = slot * RING_FIELDS
     shared.ring.index(base).store(gl.full([1], first, gl.int32, layout))
@@ -62,11 +128,11 @@ def _draw(work_ptr, C):
 
 @gluon.jit
 def produce(
-    C, shared, q_desc, k_desc, v_desc, work_ptr, table_ptr, stride_table, left, right_end,
-    heads, group, head_group,
+    C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, left, right_end,
+    heads, group, head_group, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
 ):  # fmt: skip
-    """The producer warp: announce each tile, and keep its slots filled."""
-    Q_BYTES: gl.constexpr = 64 * C.CONSUMERS * C.D * q_desc.dtype.primitive_bitwidth // 8
+    """The producer: announce each tile, and keep its slots filled."""
+    Q_BYTES: gl.constexpr = 64 * C.CONSUMERS * (C.D + C.D1) * q.dtype.primitive_bitwidth // 8
     entries = gl.load(work_ptr)
     total = entries * heads
     programs = gl.num_programs(0)
@@ -94,7 +160,7 @@ def produce(
         kv_len = gl.load(at + 2)
         pos0 = gl.load(at + 3)
         key_start = gl.load(at + 4)
-        _announce(shared, ring, ring_phase, first, rows, kv_len, pos0, head)
+        _announce(shared, ring, ring_phase, first, rows, kv_len, pos0, head, C)
         ring, ring_phase = advance(ring, ring_phase, RING)
         low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
         if end > low:
@@ -111,9 +177,10 @@ def produce(
             q_phase ^= 1
             mbarrier.expect(shared.q_full, Q_BYTES)
             for i in gl.static_range(C.CONSUMERS):
-                tma_load(
-                    q_desc, [first + i * C.TOKENS, q_head, 0], shared.q_full, shared.q.index(i)
-                )
+                token = first + i * C.TOKENS
+                tma_load(q, [token, q_head, 0], shared.q_full, shared.q.index(i))
+                if C.D1 > 0:
+                    tma_load(q1, [token, q_head, 0], shared.q_full, shared.q1.index(i))
             tile = end - 1
             # Keys run one tile ahead of values, as the consumers want them.
             while tile >= low - 1:
@@ -124,9 +191,9 @@ def produce(
                         k_used += 1
                     else:
                         mbarrier.wait(shared.k_empty.index(k_stage), k_phase ^ 1)
-                    _load_tile(
-                        k_desc, shared.k_full.index(k_stage), shared.k.index(k_stage), tile,
-                        key_start, kv_head, table, kv_len, C,
+                    _load_keys(
+                        shared, k, k1, k_stage, tile, key_start, kv_head, table, kv_len,
+                        stride_kp, stride_ks, stride_kh, C,
                     )  # fmt: skip
                     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
                 if tile < end - 1:
@@ -136,9 +203,9 @@ def produce(
                         v_used += 1
                     else:
                         mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
-                    _load_tile(
-                        v_desc, shared.v_full.index(v_stage), shared.v.index(v_stage), tile + 1,
-                        key_start, kv_head, table, kv_len, C,
+                    _load_values(
+                        shared, v, v_stage, tile + 1, key_start, kv_head, table, kv_len,
+                        stride_vp, stride_vs, stride_vh, C,
                     )  # fmt: skip
                     v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
                 if tile == end - 2:
@@ -158,7 +225,7 @@ def produce(
             if C.SNAKE:
                 offset = gl.where(turn % 2 == 1, programs - 1 - offset, offset)
             work = turn * programs + offset
-    _announce(shared, ring, ring_phase, 0, -1, 0, 0, 0)
+    _announce(shared, ring, ring_phase, 0, -1, 0, 0, 0, C)
 
 
 __all__ = ["produce"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_backends.bench.hopper import run_checks
 from attn_backends.bench.hopper_check import groups
+from attn_backends.bench.hopper_processes import run_checks
 from attn_backends.triton_native import hopper_compat
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

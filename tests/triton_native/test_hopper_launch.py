@@ -18,6 +18,8 @@ from attn_backends.triton_native.hopper_prefill import (
     hopper_prefill,
     hopper_reasons,
     pack_size,
+    sources,
+    split_lanes,
 )
 
 SPEC = AttentionSpec(32, 8, 128, dtype=torch.bfloat16)
@@ -30,8 +32,10 @@ def _arguments(reasons) -> set[str]:
 
 def test_a_plain_spec_has_no_reason_against_it():
     assert hopper_reasons(SPEC) == []
-    paged = dataclasses.replace(SPEC, page_size=16, window=(100, None), softcap=30.0)
-    assert hopper_reasons(paged) == []
+    for size in (1, 3, 16, 48, 256):
+        paged = dataclasses.replace(SPEC, page_size=size, window=(100, None), softcap=30.0)
+        assert hopper_reasons(paged) == []
+    assert hopper_reasons(dataclasses.replace(SPEC, head_dim=192, head_dim_v=128)) == []
 
 
 @pytest.mark.parametrize(
@@ -40,9 +44,8 @@ def test_a_plain_spec_has_no_reason_against_it():
         ({"dtype": torch.float32}, "dtype"),
         ({"head_dim": 96}, "head_dim"),
         ({"head_dim": 64, "head_dim_v": 128}, "head_dim_v"),
+        ({"head_dim": 192}, "head_dim_v"),
         ({"kv_dtype": torch.float8_e4m3fn}, "kv_dtype"),
-        ({"page_size": 1}, "page_size"),
-        ({"page_size": 48}, "page_size"),
         ({"has_alibi": True}, "has_alibi"),
         ({"has_mask": True}, "has_mask"),
     ],
@@ -56,8 +59,8 @@ def test_another_device_is_named():
 
 
 def test_every_reason_is_collected():
-    spec = dataclasses.replace(SPEC, head_dim=96, page_size=3, has_mask=True)
-    assert _arguments(hopper_reasons(spec)) == {"head_dim", "page_size", "has_mask"}
+    spec = dataclasses.replace(SPEC, head_dim=96, has_alibi=True, has_mask=True)
+    assert _arguments(hopper_reasons(spec)) == {"head_dim", "has_alibi", "has_mask"}
 
 
 def test_tensors_that_tma_cannot_address_are_named():
@@ -111,14 +114,46 @@ def test_a_batch_invariant_variant_depends_on_the_head_dim_only():
         assert len(found) == 1
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant(consumers=1), Variant(pack=8)])
-@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("variant", [Variant(), Variant(consumers=1), Variant(consumers=3)])
+@pytest.mark.parametrize("page_size", [None, 1, 16])
 def test_registers_never_exceed_what_the_launch_reserves(variant, page_size):
-    constants = compile_arguments(variant, 128, page_size, True, None, None)
+    constants = compile_arguments(variant, 128, 128, page_size, True, None, None)
     consumer, producer = constants["CONSUMER_REGS"], constants["PRODUCER_REGS"]
     groups = variant.consumers + 1
     assert variant.consumers * consumer + producer <= groups * variant.max_registers
     assert consumer % 8 == producer % 8 == 0
+
+
+@pytest.mark.parametrize(
+    "page_size, narrow, wide",
+    [
+        (None, False, False), (1, True, True), (8, True, True), (16, False, False),
+        (48, True, True), (64, False, False), (128, False, False), (192, False, True),
+        (256, False, False),
+    ],
+)  # fmt: skip
+def test_pages_are_gathered_where_boxes_cannot_tile_them(page_size, narrow, wide):
+    assert Variant(block_n=64).gathers(page_size) is narrow
+    assert Variant(block_n=128).gathers(page_size) is wide
+
+
+@pytest.mark.parametrize("dim, lanes", [(64, (64, 0)), (128, (128, 0)), (192, (128, 64))])
+def test_lanes_are_copied_in_powers_of_two(dim, lanes):
+    assert split_lanes(dim) == lanes
+
+
+def test_second_lanes_start_where_the_first_end():
+    q = torch.zeros(5, 4, 192, dtype=torch.bfloat16)
+    k = torch.zeros(7, 2, 192, dtype=torch.bfloat16)
+    v = torch.zeros(7, 2, 128, dtype=torch.bfloat16)
+    first, second, keys, more, values = sources(q, k, v, Variant(), None)
+    assert first.shape == (5, 4, 128) and second.shape == (5, 4, 64)
+    assert second.key[0] - first.key[0] == more.key[0] - keys.key[0] == 256
+    assert keys.shape == (1, 7, 2, 128) and more.shape == (1, 7, 2, 64)
+    assert values.shape == (1, 7, 2, 128) and first.strides == (768, 192, 1)
+    cache = torch.zeros(3, 5, 2, 192, dtype=torch.bfloat16)
+    gathered = sources(q, cache, cache[..., :128], Variant(), 5)
+    assert gathered[2] is cache and gathered[3] is None
 
 
 class _FakeKernel:
@@ -129,7 +164,10 @@ class _FakeKernel:
 
         meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 1, 64],
                 "fp4_padded": False}  # fmt: skip
-        signature = {i: "tensordesc<bf16[64, 1, 128],x>" for i in range(3)}
+        maps = (0, 2, 4)
+        signature = {
+            i: "tensordesc<bf16[64, 1, 128],x>" if i in maps else "constexpr" for i in range(5)
+        }
         record = lambda *a: calls.append(a)  # noqa: E731
         inner = driver.wrap_handle_tensordesc(record, signature, [meta] * 3)
         self.compiled = SimpleNamespace(
@@ -178,8 +216,9 @@ def test_kept_maps_launch_with_the_arguments_that_triton_would_pass(monkeypatch)
     def run(x: torch.Tensor) -> None:
         view = hopper_launch.Map(x, tuple(x.shape), x.stride(), (64, 1, 128))
         hopper_launch.launch(
-            kernel, 9, (view, view, view), tensors, (1.0, 2.0, 3.0, 4.0, 5, 6, 7, 8, 9, 10),
-            (11, 12, 13, 14), {"D": 128, "DYNAMIC": True}, 168,
+            kernel, 9, (view, None, view, None, view), tensors,
+            (1.0, 2.0, 3.0, 4.0, 5, 6, 7, 8, 9, 10), (11, 12, 13, 14),
+            {"D": 128, "DYNAMIC": True}, 168,
         )  # fmt: skip
 
     def plain(call: tuple) -> list:

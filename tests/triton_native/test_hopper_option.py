@@ -25,7 +25,6 @@ def reasons(spec: AttentionSpec, phase: str | None = "prefill", **options) -> se
     [
         ({"head_dim": 96}, "head_dim"),
         ({"head_dim_v": 64}, "head_dim_v"),
-        ({"page_size": 3}, "page_size"),
         ({"has_alibi": True}, "has_alibi"),
         ({"has_mask": True}, "has_mask"),
         ({"batch_invariant": True}, "batch_invariant"),
