@@ -2,6 +2,8 @@
 
     python -m attn_backends.bench.attention decode --json out.json
     python -m attn_backends.bench.attention prefill|extend|mla|host
+    python -m attn_backends.bench.attention shapes        # decode at other heads, pages and dtypes
+    python -m attn_backends.bench.attention invariance    # what batch_invariant=True costs
     python -m attn_backends.bench.attention tune decode --json tuned.json
     python -m attn_backends.bench.attention configs tuned.json
 
@@ -12,12 +14,14 @@ medians. The ratio to a peer is printed only if both answers are right.
 from __future__ import annotations
 
 import argparse
+import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..triton_native.backend import TritonBackend, TritonOptions
-from .attention_cases import Case, Inputs, cases
+from .attention_cases import Case, Inputs, cases, shape_cases
 from .attention_point import measure_case, peer_ways
 from .host import host_case, show_host
 from .report import save
@@ -26,27 +30,42 @@ from .runner import Call, Found, Way, release
 MODULE = "attn_backends.bench.attention"
 
 
-def ours(x: Inputs, options: TritonOptions | None = None) -> Call:
+def ours(x: Inputs, options: TritonOptions | None = None, *, batch_invariant: bool = False) -> Call:
     """The ``triton`` backend on the inputs, planned once."""
-    backend = TritonBackend(x.spec, device=x.device, options=options)
+    spec = replace(x.spec, batch_invariant=True) if batch_invariant else x.spec
+    backend = TritonBackend(spec, device=x.device, options=options)
     plan = backend.plan(x.batch)
     return lambda i: backend.run(x.q[i], x.k[i], x.v[i], plan)
 
 
-def run_case(case: Case, with_peers: bool, only: set[str] | None, rounds: int) -> Found:
-    """Measure ``triton`` and its peers at one point."""
+def run_case(
+    case: Case, peers: set[str] | None, rounds: int, *, plain: bool = False, cost: bool = False
+) -> Found:
+    """Measure ``triton`` and its peers at one point.
+
+    Args:
+        case: The point.
+        peers: Names of peers; None is all.
+        rounds: Samples of each way.
+        plain: Leave the Hopper kernel out of the process: it would heat the board for the others.
+        cost: Beside ``triton``, measure ``batch_invariant=True``.
+    """
     x = Inputs(case)
     ways = {"triton": Way(lambda: ours(x))}
     if case.bench in ("prefill", "extend"):
         ways["triton-plain"] = Way(lambda: ours(x, TritonOptions(hopper=False)))
-    if with_peers:
-        ways |= peer_ways(x, only)
+        if plain:
+            del ways["triton"]
+    if cost:
+        ways["triton-invariant"] = Way(lambda: ours(x, batch_invariant=True))
+    if peers is None or peers:
+        ways |= peer_ways(x, peers)
     return measure_case(x, ways, rounds=rounds)
 
 
 def show(case: Case, found: Found) -> None:
     """Print one line per backend, with the ratio of its time to ours."""
-    own = next((r for r in found.rows if r["backend"] == "triton" and r["right"]), None)
+    own = next((r for r in found.rows if r["backend"].startswith("triton") and r["right"]), None)
     for r in found.rows:
         text = f"{case.bench:8s}{case.label:28s}{r['backend']:16s}"
         if not r["right"]:
@@ -74,7 +93,9 @@ def _changes(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m attn_backends.bench.attention")
-    what = ["decode", "prefill", "extend", "mla", "host", "tune", "configs"]
+    what = [
+        "decode", "prefill", "extend", "mla", "shapes", "invariance", "host", "tune", "configs",
+    ]  # fmt: skip
     parser.add_argument("what", choices=what)
     parser.add_argument("bench", nargs="*", help="tune: which benchmarks; configs: tuning files")
     parser.add_argument("--json", help="results file to write")
@@ -87,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--peer", action="append", help="only these peers")
+    parser.add_argument("--plain", action="store_true", help="without the Hopper kernel")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds; no point begins later")
     parser.add_argument("--points", help="only points whose label contains one of these (a,b)")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--workers", type=int, default=12, help="processes that compile ahead")
@@ -104,15 +127,24 @@ def main(argv: list[str] | None = None) -> int:
             tune(_selected(bench, args), rows, args.workers, lambda: save(args.json, MODULE, rows))
         return 0
     found = Found()
-    bench = "decode" if args.what == "host" else args.what
-    for case in _selected(bench, args):
+    begin = time.monotonic()
+    selected = _selected(args.what, args)
+    if args.what in ("shapes", "invariance"):
+        _warm(selected, args.what == "invariance", args.workers)
+    for case in selected:
+        if time.monotonic() - begin > args.limit:
+            print(f"{case.label}: left out after {args.limit:.0f} s", flush=True)
+            continue
         try:
             if args.what == "host":
                 more = host_case(Inputs(case), ["triton"])
                 show_host(case, more)
             else:
+                cost = args.what == "invariance"
                 only = set(args.peer) if args.peer else None
-                more = run_case(case, not args.no_peers, only, args.rounds)
+                if args.no_peers or cost:
+                    only = set()
+                more = run_case(case, only, args.rounds, plain=args.plain, cost=cost)
                 show(case, more)
             found.add(more)
         except Exception as error:
@@ -122,12 +154,32 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _selected(bench: str, args: argparse.Namespace) -> list[Case]:
-    found = cases(bench, **({} if bench == "mla" else _changes(args)))
+def _selected(what: str, args: argparse.Namespace) -> list[Case]:
+    changes = _changes(args)
+    if what == "shapes":
+        found = shape_cases()
+    elif what == "invariance":
+        found = cases("decode", **changes) + cases("prefill", **changes)
+    elif what == "mla":
+        found = cases("mla")
+    else:
+        found = cases("decode" if what == "host" else what, **changes)
     if args.points:
         wanted = args.points.split(",")
         found = [c for c in found if any(w in c.label for w in wanted)]
     return found
+
+
+def _warm(selected: list[Case], cost: bool, workers: int) -> None:
+    """Compile what the points need on many cores, before the GPU is waited on."""
+    from .attention_tune import precompile
+
+    major, minor = torch.cuda.get_device_capability()
+    wanted = list(selected)
+    if cost:
+        wanted += [replace(case, batch_invariant=True) for case in selected]
+    options = {"hopper": False}
+    precompile(((case, options, major * 10 + minor) for case in wanted), workers)
 
 
 if __name__ == "__main__":

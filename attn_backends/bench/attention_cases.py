@@ -156,11 +156,29 @@ def cases(bench: str, **changes: Any) -> list[Case]:
         found = [Case(bench, b, q, q + n) for b, q, n in lens]
     elif bench == "mla":
         mla = Case(bench, 1, 1, 1, 16, 1, 576, 512, 64)
-        points = [(1, 4096), (1, 32768), (32, 8192), (128, 4096), (1, 65536)]
+        points = [(1, 4096), (1, 32768), (32, 8192), (128, 4096), (1, 65536), (8, 16384)]
         found = [replace(mla, batch=b, kv_len=n, num_heads=h) for h in (16, 128) for b, n in points]
     else:
         raise ValueError(f"bench={bench} (allowed: decode, prefill, extend, mla)")
     return [replace(c, **changes) for c in found]
+
+
+#: Head geometries, dtypes and page sizes that decode is measured at beside the standard one.
+SHAPES: dict[str, dict[str, Any]] = {
+    "group 7": {"num_heads": 28, "num_kv_heads": 4},
+    "group 8": {"num_heads": 64},
+    "head dim 64": {"head_dim": 64, "head_dim_v": 64},
+    "head dim 256": {"num_heads": 16, "num_kv_heads": 4, "head_dim": 256, "head_dim_v": 256},
+    "page 1": {"page_size": 1},
+    "page 64": {"page_size": 64},
+    "fp8 keys": {"kv_dtype": "fp8"},
+}
+
+
+def shape_cases() -> list[Case]:
+    """Decode at every shape of ``SHAPES``, point by point."""
+    by_shape = [cases("decode", **changes) for changes in SHAPES.values()]
+    return [case for row in zip(*by_shape) for case in row]
 
 
 #: Points that a CPU gets through in seconds: (batch, query length, key length).
@@ -233,4 +251,4 @@ def points(
     return found
 
 
-__all__ = ["DTYPES", "Case", "Inputs", "cases", "points", "shape_of"]
+__all__ = ["DTYPES", "SHAPES", "Case", "Inputs", "cases", "points", "shape_cases", "shape_of"]

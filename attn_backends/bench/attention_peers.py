@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .attention_cases import Inputs
+from .attention_engines import mla_engines, vllm_prefill
 
 Call = Callable[[int], Any]
 
@@ -103,15 +104,6 @@ def fa3(x: Inputs) -> Call:
         "cache_seqlens": batch.seqlens_k, "page_table": x.table, "causal": case.causal,
         "softmax_scale": scale, "return_softmax_lse": True,
     }  # fmt: skip
-    if x.share:
-
-        def mla(i: int) -> Any:
-            q, k = x.q[i].view(case.batch, case.q_len, case.num_heads, 576), x.k[i]
-            return fa.flash_attn_with_kvcache(
-                q[..., 512:], k[..., 512:], k[..., :512], qv=q[..., :512], **common
-            )
-
-        return mla
     meta = fa.get_scheduler_metadata(
         case.batch, case.q_len, most, case.num_heads, case.num_kv_heads, case.head_dim,
         batch.seqlens_k, qkv_dtype=spec.dtype, headdim_v=case.head_dim_v,
@@ -147,13 +139,18 @@ def sdpa(x: Inputs, name: str) -> Call:
     return call
 
 
-#: What ``peers`` knows, by benchmark.
-PEER_NAMES = {
-    "mla": ("fa3", "flashinfer-fa3", "flashinfer-fa2"),
+#: What ``peers`` knows, by benchmark; numbers are the parts that sequences are cut into.
+PEER_NAMES: dict[str, tuple[str, ...]] = {
+    "mla": (
+        "fa3", "fa3-paged", "flashinfer-fa3", "flashinfer-fa2", "vllm-triton-4", "vllm-triton-16",
+        "vllm-triton-64", "sglang-triton-8", "sglang-triton-32",
+    ),
     "decode": ("flashinfer-fa2", "fa3"),
-    "extend": ("fa3", "flashinfer-fa2", "flashinfer-fa3"),
-    "prefill": ("fa3", "flashinfer-fa2", "flashinfer-fa3", "cudnn", "torch-flash"),
-}
+    "extend": ("fa3", "flashinfer-fa2", "flashinfer-fa3", "vllm-triton"),
+    "prefill": (
+        "fa3", "flashinfer-fa2", "flashinfer-fa3", "cudnn", "torch-flash", "vllm-triton",
+    ),
+}  # fmt: skip
 
 
 def peers(x: Inputs) -> dict[str, Callable[[], Call]]:
@@ -161,7 +158,7 @@ def peers(x: Inputs) -> dict[str, Callable[[], Call]]:
     bench = "mla" if x.share else x.case.bench
     if bench == "mla":
         known: dict[str, Callable[[], Call]] = {
-            "fa3": lambda: fa3(x),
+            **mla_engines(x),
             "flashinfer-fa3": lambda: flashinfer_mla(x, "fa3"),
             "flashinfer-fa2": lambda: flashinfer_mla(x, "fa2"),
         }
@@ -174,6 +171,7 @@ def peers(x: Inputs) -> dict[str, Callable[[], Call]]:
             "flashinfer-fa3": lambda: flashinfer_prefill(x, "fa3"),
             "cudnn": lambda: sdpa(x, "cudnn"),
             "torch-flash": lambda: sdpa(x, "torch-flash"),
+            "vllm-triton": lambda: vllm_prefill(x),
         }
     return {name: known[name] for name in PEER_NAMES[bench]}
 

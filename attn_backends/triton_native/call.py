@@ -32,8 +32,17 @@ MAX_LAUNCHERS = 4096
 COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
+#: Forms of the kernels that are being measured against each other; see bench/attention_forms.py.
+FORMS: dict[str, Any] = {
+    "fuse": False, "lane_sums": False, "phases": False, "chain": False, "registers": None,
+}  # fmt: skip
+
+
 @cache
-def launcher_of(kernel_name: str, constants: tuple, warps: int, stages: int, pdl: bool) -> Launcher:
+def launcher_of(
+    kernel_name: str, constants: tuple, warps: int, stages: int, pdl: bool,
+    registers: int | None = None,
+) -> Launcher:  # fmt: skip
     """The launcher of a kernel with these compile-time arguments; one for all plans."""
     kernels = {
         "split": _split_fwd_kernel,
@@ -41,7 +50,10 @@ def launcher_of(kernel_name: str, constants: tuple, warps: int, stages: int, pdl
         "prefill": _prefill_fwd_kernel,
         "schedule": _schedule_kernel,
     }
-    return Launcher(kernels[kernel_name], dict(constants), warps=warps, stages=stages, pdl=pdl)
+    return Launcher(
+        kernels[kernel_name], dict(constants), warps=warps, stages=stages, pdl=pdl,
+        registers=registers,
+    )  # fmt: skip
 
 
 def next_power_of_2(n: int) -> int:
@@ -152,7 +164,8 @@ class Call:
             ("PAGE_SIZE", spec.page_size or 0), ("SHARE_KV", self.share),
             ("SAME_STRIDES", ks == vs), ("SHORT_ROWS", short_rows), ("KV_ALIGN", align),
             ("COMPUTE", COMPUTE[formats.compute]), ("FP8", formats.fp8), ("FP8_Q", formats.fp8_q),
-            ("ROW_SCALE", formats.row_scale),
+            ("ROW_SCALE", formats.row_scale), ("FUSE", FORMS["fuse"]),
+            ("LANE_SUMS", FORMS["lane_sums"]),
         )  # fmt: skip
         self.split = self.merge = self.prefill = None
         self.hopper = False
@@ -182,7 +195,7 @@ class Call:
             make: Makes it.
         """
         known = self.plan.backend.launchers
-        key = (what, self.plan.device.arch, self.key)
+        key = (what, self.plan.device.arch, self.key, tuple(FORMS.values()))
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_LAUNCHERS:
@@ -199,17 +212,20 @@ class Call:
         merges = plan.bounds.slots > 0
         pdl = merges and plan.backend.options.pdl and plan.device.arch >= 90
         pdl = pdl and not plan.device.interpreted
+        chain = pdl and FORMS["chain"]
+        phases = FORMS["phases"] and spec.bounds[0] is None and not spec.has_mask
 
         def split_launcher() -> Launcher:
             constants = (
                 ("HK", spec.num_kv_heads), ("GROUP", group), ("GROUP_P2", next_power_of_2(group)),
-                *features(), ("DVP", dvp), *flags(), ("C0", plan.c0), ("PDL", pdl),
+                *features(), ("DVP", dvp), *flags(), ("PHASES", phases), ("C0", plan.c0),
+                ("PDL", pdl), ("CHAIN", chain),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
             stages = config.stages
             if not self.share:
                 stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
-            return launcher_of("split", constants, self._warps(config), stages, False)
+            return launcher_of("split", constants, self._warps(config), stages, chain)
 
         self.split = self._launcher(("split", config, plan.c0, pdl), split_launcher)
         plan, table = self.plan, self.table
@@ -236,7 +252,8 @@ class Call:
                     ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv),
                     ("BLOCK_D", block_d), ("HAS_SINKS", extras.sinks is not None),
                     ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0), ("IN_ORDER", plan.c0 > 0),
-                    ("PDL", pdl), ("BLOCK_M", config.block_m), ("BLOCK_S", block_s),
+                    ("PDL", pdl), ("CHAIN", chain), ("BLOCK_M", config.block_m),
+                    ("BLOCK_S", block_s),
                 )  # fmt: skip
                 return launcher_of("merge", constants, 4, 2, pdl)
 
@@ -267,7 +284,9 @@ class Call:
                 ("HEADS_INNER", config.heads_inner), ("PACK", self.pack), ("BLOCK_B", block_b),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
-            return launcher_of("prefill", constants, self._warps(config), config.stages, False)
+            return launcher_of(
+                "prefill", constants, self._warps(config), config.stages, False, FORMS["registers"]
+            )
 
         what = ("prefill", config, plan.splits, self.pack, block_b)
         self.prefill = self._launcher(what, prefill_launcher)

@@ -91,8 +91,13 @@ def _split_fwd_kernel(
     PAGE_SIZE: tl.constexpr, SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SHORT_ROWS: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
-    C0: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FUSE: tl.constexpr, LANE_SUMS: tl.constexpr, PHASES: tl.constexpr,
+    C0: tl.constexpr, PDL: tl.constexpr, CHAIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    if CHAIN:
+        # Started early itself: nothing is read before the kernel ahead has ended.
+        tl.extra.cuda.gdc_wait()
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -156,16 +161,32 @@ def _split_fwd_kernel(
     k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn
     v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn
     table = table_ptr + b.to(tl.int64) * stride_table
-    unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
+    unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE, FUSE)
     if C0 == 0:
+        mid = lo
+        if PHASES:
+            # Whole tiles that every row sees need no masks.
+            mid = hi
+            if HAS_RIGHT:
+                mid = tl.minimum(mid, first // GROUP + kv_len - q_len + right + 1)
+            mid = tl.maximum(lo, mid // BLOCK_N * BLOCK_N)
+            acc0, acc1, m, l = attend(  # noqa: E741
+                q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
+                row_pos, row_valid, slope, s_scale, softcap,
+                lo, mid, key_lo, key_hi, left, right,
+                stride_kp, stride_kn, stride_vp, stride_vn,
+                False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
+                D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
+                ROW_SCALE, FUSE, LANE_SUMS,
+            )  # fmt: skip
         acc0, acc1, m, l = attend(  # noqa: E741
             q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
             row_pos, row_valid, slope, s_scale, softcap,
-            lo, hi, key_lo, key_hi, left, right,
+            mid, hi, key_lo, key_hi, left, right,
             stride_kp, stride_kn, stride_vp, stride_vn,
             True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
             D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
-            ROW_SCALE,
+            ROW_SCALE, FUSE, LANE_SUMS,
         )  # fmt: skip
         m *= unit
     else:
@@ -182,7 +203,7 @@ def _split_fwd_kernel(
                 key_lo, key_hi, left, right, stride_kp, stride_kn, stride_vp, stride_vn,
                 True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
                 D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
-                ROW_SCALE,
+                ROW_SCALE, FUSE, LANE_SUMS,
             )  # fmt: skip
             m_part *= unit
             if DV1 > 0:
@@ -218,7 +239,7 @@ def _merge_fwd_kernel(
     stride_ot, stride_oh, stride_lt, stride_lh, rows_per_seq, part_rows, v_scale_step,
     HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, IN_ORDER: tl.constexpr,
-    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr, CHAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program per KV head, row, sequence and block of lanes, in this order from the fastest."""
     pid = tl.program_id(0)
@@ -226,13 +247,15 @@ def _merge_fwd_kernel(
     kv_head = (pid % HK).to(tl.int64)
     r = (pid // HK) % rows_per_seq
     seq = seqs_ptr + (pid // HK // rows_per_seq).to(tl.int64) * 4
-    if PDL:
-        # The sequence entries are older than the split kernel, but its partial states are not.
-        tl.extra.cuda.gdc_wait()
+    # The sequence entries are older than the split kernel, but its partial states are not.
     slot = tl.load(seq)
     parts = tl.load(seq + 1)
     q_start = tl.load(seq + 2)
     q_len = tl.load(seq + 3)
+    if CHAIN:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if (parts <= 1) | (r >= q_len * GROUP):
         return
     tile = (r // BLOCK_M).to(tl.int64)

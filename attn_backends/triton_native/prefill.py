@@ -67,6 +67,7 @@ def _prefill_fwd_kernel(
     PAGE_SIZE: tl.constexpr, SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr,
     SHORT_ROWS: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
+    FUSE: tl.constexpr, LANE_SUMS: tl.constexpr,
     SKIP_SHORT: tl.constexpr, PHASES: tl.constexpr, HEADS_INNER: tl.constexpr,
     PACK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -162,7 +163,7 @@ def _prefill_fwd_kernel(
                 stride_kp, stride_kn, stride_vp, stride_vn,
                 True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
                 D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
-                ROW_SCALE,
+                ROW_SCALE, FUSE, LANE_SUMS,
             )  # fmt: skip
         acc0, acc1, m, l = attend(  # noqa: E741
             q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
@@ -171,7 +172,7 @@ def _prefill_fwd_kernel(
             stride_kp, stride_kn, stride_vp, stride_vn,
             False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
             D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
-            ROW_SCALE,
+            ROW_SCALE, FUSE, LANE_SUMS,
         )  # fmt: skip
     acc0, acc1, m, l = attend(  # noqa: E741
         q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
@@ -180,10 +181,10 @@ def _prefill_fwd_kernel(
         stride_kp, stride_kn, stride_vp, stride_vn,
         True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
         D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
-        ROW_SCALE,
+        ROW_SCALE, FUSE, LANE_SUMS,
     )  # fmt: skip
 
-    m *= score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
+    m *= score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE, FUSE)
     factor = v_factor
     if HAS_V_SCALE:
         factor *= tl.load(v_scale_ptr + kv_head * v_scale_step)

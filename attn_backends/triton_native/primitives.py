@@ -146,7 +146,7 @@ def attend(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr, SHORT_ROWS: tl.constexpr,
-    FP8: tl.constexpr, ROW_SCALE: tl.constexpr,
+    FP8: tl.constexpr, ROW_SCALE: tl.constexpr, FUSE: tl.constexpr, LANE_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi), lo a multiple of BLOCK_N, into the state (acc, m, l) of a row tile.
 
@@ -158,6 +158,8 @@ def attend(
     dtype: tl.constexpr = q0.dtype
     accurate: tl.constexpr = dtype == tl.float32
     lanes = tl.arange(0, BLOCK_N)
+    m_first = m
+    sums = tl.zeros([q0.shape[0], BLOCK_N if LANE_SUMS else 1], tl.float32)
     pages = lo * 0
     if PAGE_SIZE > 0:
         pages = load_pages(table_ptr, lo, key_hi, PAGE_SIZE, BLOCK_N)
@@ -188,14 +190,24 @@ def attend(
                 bits = tl.load(mask_rows[:, None] + n[None, :], mask=inside, other=0)
                 see = see & (bits != 0)
             s = tl.where(see, s, NEG_INF)
-        m_new = tl.maximum(m, tl.max(s, 1))
+        top = tl.max(s, 1)
+        if FUSE:
+            top = top * row_scale
+        m_new = tl.maximum(m, top)
         m_safe = m_new
         if MASKED:
             m_safe = tl.where(m_new == NEG_INF, 0.0, m_new)
-        # The difference first: scaled scores of 1e30 round further apart than exp2 can bridge.
-        p = tl.exp2((s - m_safe[:, None]) * row_scale)
-        alpha = tl.exp2((m - m_safe) * row_scale)
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        if FUSE:
+            p = tl.exp2(s * row_scale - m_safe[:, None])
+            alpha = tl.exp2(m - m_safe)
+        else:
+            # The difference first: scaled scores of 1e30 round further apart than exp2 can bridge.
+            p = tl.exp2((s - m_safe[:, None]) * row_scale)
+            alpha = tl.exp2((m - m_safe) * row_scale)
+        if LANE_SUMS:
+            sums = sums * alpha[:, None] + p
+        else:
+            l = l * alpha + tl.sum(p, 1)  # noqa: E741
         m = m_new
         acc0 = acc0 * alpha[:, None]
         if SHARE_KV:
@@ -216,13 +228,18 @@ def attend(
             # Carried into the next turn: a table load in the turn that uses it would leave the
             # key and value loads nothing to be pipelined behind.
             pages = load_pages(table_ptr, start + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
+    if LANE_SUMS:
+        unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE, FUSE)
+        m_safe = tl.where(m == NEG_INF, 0.0, m)
+        l = l * tl.exp2((m_first - m_safe) * unit) + tl.sum(sums, 1)  # noqa: E741
     return acc0, acc1, m, l
 
 
 @triton.jit
-def score_unit(scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ROW_SCALE: tl.constexpr):
+def score_unit(scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ROW_SCALE: tl.constexpr,
+               FUSE: tl.constexpr):  # fmt: skip
     """What ``attend`` leaves to be multiplied: the scale, unless it was applied on the way."""
-    if HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE:
+    if HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE or FUSE:
         return 1.0
     else:
         return scale
