@@ -19,10 +19,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .gallery_data import Rates, Ratios, Source, left_out, panels, rates, ratios, read, timed
+from . import gallery_distributed as distributed
+from .gallery_data import (
+    Rates,
+    Ratios,
+    Source,
+    families,
+    left_out,
+    panels,
+    rates,
+    ratios,
+    read,
+    timed,
+)
 
 #: Goes up when pictures should be drawn anew though their data did not change.
-DRAWING = 2
+DRAWING = 3
 _KEY = "Data-SHA256"
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -90,6 +102,7 @@ def pictures(results: Path) -> list[Picture]:
         found += [p for p in (_one(folder.name, source) for source in sources) if p is not None]
         found += _ratio_pictures(folder.name, sources)
         found += [_engine(folder.name, s, groups) for s in files if (groups := rates(s))]
+        found += [_several(folder.name, s) for s in files if distributed.holds(s.rows)]
     return found
 
 
@@ -100,6 +113,8 @@ def _one(gpu: str, source: Source) -> Picture | None:
     shown = panels(timed(source.rows), field)
     if not shown:
         return None
+    if field != "median_us":
+        shown = families(shown)
     roof, roof_name = _roof(source, roof_kind)
     title = f"{heading} on one {source.meta.get('gpu', gpu)}"
     if source.path.stem != source.bench:
@@ -161,6 +176,18 @@ def _engine(gpu: str, source: Source, groups: list[Rates]) -> Picture:
         return throughput(title, groups)
 
     return Picture(f"{gpu}-{source.path.stem}", title, text, (source,), draw)
+
+
+def _several(gpu: str, source: Source) -> Picture:
+    gpus = max(row["gpus"] for row in source.rows if "efficiency" in row)
+    title = f"Context parallelism on {gpus} x {source.meta.get('gpu', gpu)}"
+
+    def draw() -> Any:
+        from .gallery_plots import efficiency
+
+        return efficiency(title, distributed.bars(source.rows), distributed.bands(source.rows))
+
+    return Picture(f"{gpu}-{source.path.stem}", title, distributed.TEXT, (source,), draw)
 
 
 def _ratio_pictures(gpu: str, sources: Sequence[Source]) -> Iterator[Picture]:

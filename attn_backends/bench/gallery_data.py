@@ -234,6 +234,35 @@ def _series(
     return {name: values for name, values in series.items() if any(v is not None for v in values)}
 
 
+def families(shown: list[Panel], most: int = 10) -> list[Panel]:
+    """Panels with few lines: of many variants of one backend, the fastest and the slowest.
+
+    Args:
+        shown: Panels of speed, where variants are called ``name[what]``.
+        most: Lines up to which panels stay as they are.
+
+    Returns:
+        Panels in which ``name: fastest of n`` holds the best of each point, and so on.
+    """
+    return [panel if len(panel.series) <= most else _family(panel) for panel in shown]
+
+
+def _family(panel: Panel) -> Panel:
+    members: dict[str, list[tuple[float | None, ...]]] = {}
+    for name, values in panel.series.items():
+        members.setdefault(name.partition("[")[0], []).append(values)
+    series: dict[str, tuple[float | None, ...]] = {}
+    for name, lines in members.items():
+        points = [[v for v in values if v is not None] for values in zip(*lines)]
+        if len(lines) == 1:
+            series[name] = lines[0]
+            continue
+        for word, pick in (("fastest", max), ("slowest", min)):
+            line = tuple(pick(values) if values else None for values in points)
+            series[f"{name}: {word} of {len(lines)}"] = line
+    return Panel(panel.title, panel.labels, series, panel.sweep)
+
+
 @dataclass(frozen=True)
 class Ratios:
     """Speed of the fastest of ours against each rival, point by point.
@@ -304,6 +333,7 @@ __all__ = [
     "Rates",
     "Ratios",
     "Source",
+    "families",
     "is_rival",
     "left_out",
     "panels",

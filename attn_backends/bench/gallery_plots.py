@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .gallery_data import ASIDE, Panel, Rates, Ratios
+from .gallery_distributed import Band, Bar
 
 #: One color a name, the same in every picture; ours are blue and red.
 COLORS = {
@@ -46,11 +47,16 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def _look(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    unknown = [n for n in names if n not in COLORS]
+    """Color and marker by name; what is named after a colon is a shade of what is before it."""
+    unknown = [n for n in names if n not in COLORS and n.partition(":")[0] not in COLORS]
     color = {**COLORS, **{n: _MORE[i % len(_MORE)] for i, n in enumerate(unknown)}}
-    return {
-        n: {"color": color[n], "marker": _MARKERS[i % len(_MARKERS)]} for i, n in enumerate(names)
-    }
+    look: dict[str, dict[str, Any]] = {}
+    for i, name in enumerate(names):
+        base = color.get(name) or color[name.partition(":")[0]]
+        look[name] = {"color": base, "marker": _MARKERS[i % len(_MARKERS)]}
+        if ": slowest" in name:
+            look[name] |= {"alpha": 0.45}
+    return look
 
 
 def _bare(axes: Any, *, grid: str) -> None:
@@ -84,6 +90,7 @@ def speed(
     """
     names = list(dict.fromkeys(name for panel in shown for name in panel.series))
     look = _look(names)
+    alone = len(shown) == 1 and len(shown[0].labels) == 1
     columns = min(len(shown), _WIDEST)
     lines = [shown[i : i + columns] for i in range(0, len(shown), columns)]
     heights = [max(map(_height, line)) for line in lines]
@@ -93,7 +100,7 @@ def speed(
     handles: dict[str, Any] = {}
     for part, line in zip(parts, lines):
         for axes, panel in zip(part.subplots(1, columns, squeeze=False)[0], line):
-            draw = _sweep if panel.sweep else _points
+            draw = _sweep if panel.sweep else _bars if alone else _points
             draw(axes, panel, look, unit, roof, across)
             handles |= {h.get_label(): h for h in axes.get_legend_handles_labels()[0]}
         for axes in part.axes[len(line) :]:
@@ -104,10 +111,11 @@ def speed(
 
         text = f"{roof_name}: {roof:g} {unit}"
         handles[text] = Line2D([], [], color=_INK, linestyle="--", linewidth=1)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center",
-        ncols=_columns(list(handles), width), frameon=False, fontsize=8,
-    )  # fmt: skip
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center",
+            ncols=_columns(list(handles), width), frameon=False, fontsize=8,
+        )  # fmt: skip
     return figure
 
 
@@ -122,7 +130,10 @@ def _columns(labels: Sequence[str], width: float) -> int:
 
 
 def _height(panel: Panel) -> float:
-    return 3.2 if panel.sweep else max(1.8, 0.3 * len(panel.labels) + 0.9)
+    if panel.sweep:
+        return 3.2
+    lines = len(panel.labels) if len(panel.labels) > 1 else len(panel.series)
+    return max(1.8, 0.3 * lines + 0.9)
 
 
 def _sweep(
@@ -153,7 +164,8 @@ def _points(
     rows = range(len(panel.labels))
     for row in rows:
         values = [v[row] for n, v in panel.series.items() if v[row] is not None and n not in ASIDE]
-        if values:
+        # The span of libraries; of one library's own figures it would say nothing.
+        if len({name.partition(",")[0] for name in panel.series}) > 1 and values:
             axes.plot([min(values), max(values)], [row, row], color=_PALE, linewidth=3, zorder=1)
     for name, values in panel.series.items():
         known = [(v, row) for row, v in zip(rows, values) if v is not None]
@@ -164,6 +176,27 @@ def _points(
     axes.set_title(panel.title, fontsize=9, color=_INK)
     top = max(v for values in panel.series.values() for v in values if v is not None)
     axes.set_xlim(0, 1.06 * max(top, roof or 0))
+    if roof is not None:
+        axes.axvline(roof, color=_INK, linestyle="--", linewidth=1)
+    _bare(axes, grid="x")
+
+
+def _bars(
+    axes: Any, panel: Panel, look: dict[str, Any], unit: str, roof: float | None, across: str
+) -> None:
+    """A single point: one bar a backend, in order, with its figure."""
+    known = [(name, values[0]) for name, values in panel.series.items() if values[0] is not None]
+    known.sort(key=lambda pair: pair[1])
+    top = max(value for _, value in known)
+    for row, (name, value) in enumerate(known):
+        axes.barh(row, value, height=0.6, color=look[name]["color"])
+        axes.text(value + 0.01 * top, row, f"{value:.4g}", va="center", fontsize=8, color=_INK)
+    axes.set_yticks(range(len(known)), [name for name, _ in known])
+    axes.set_ylim(len(known) - 0.5, -0.5)
+    axes.set_xlim(0, 1.12 * max(top, roof or 0))
+    axes.set_xlabel(unit, fontsize=8)
+    title = f"{panel.labels[0]}, {panel.title}" if panel.title else str(panel.labels[0])
+    axes.set_title(title, fontsize=9, color=_INK)
     if roof is not None:
         axes.axvline(roof, color=_INK, linestyle="--", linewidth=1)
     _bare(axes, grid="x")
@@ -268,4 +301,62 @@ def throughput(title: str, groups: Sequence[Rates]) -> Any:
     return figure
 
 
-__all__ = ["COLORS", "heat_map", "new_figure", "speed", "throughput"]
+def efficiency(title: str, bars: Sequence[Bar], bands: Sequence[Band]) -> Any:
+    """Several GPUs: the time that was measured against one, and the efficiency that is modelled.
+
+    Args:
+        title: Of the whole picture.
+        bars: Measured cases, from top to bottom.
+        bands: Lines of the model, with their bounds.
+
+    Returns:
+        The figure.
+    """
+    figure = new_figure(9.6, max(3.0, 0.5 * len(bars) + 1.2))
+    left, right = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    blue, orange = COLORS["triton"], COLORS["fa3"]
+    for row, bar in enumerate(bars):
+        parts = ((0.0, bar.compute, blue), (bar.compute, bar.whole - bar.compute, orange))
+        for start, length, color in parts:
+            left.barh(row, 100 * length, left=100 * start, height=0.6, color=color)
+        ideal = 100 / bar.gpus
+        left.plot([ideal, ideal], [row - 0.42, row + 0.42], color=_INK, linewidth=1.5)
+        text = f" {bar.efficiency:.1%}"
+        left.text(100 * bar.whole, row, text, va="center", fontsize=8, color=_INK)
+    left.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    left.set_ylim(len(bars) - 0.5, -0.5)
+    left.set_xlim(0, 100 * max(bar.whole for bar in bars) * 1.2)
+    left.set_xlabel("time, % of one GPU", fontsize=8)
+    left.set_title("measured", fontsize=9, color=_INK)
+    from matplotlib.patches import Patch
+
+    parts = [
+        Patch(color=blue, label="compute alone"),
+        Patch(color=orange, label="exposed exchange"),
+    ]
+    left.legend(handles=parts, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2,
+                frameon=False, fontsize=8)  # fmt: skip
+    _bare(left, grid="x")
+    for band, color in zip(bands, (blue, COLORS["cuda"])):
+        low, high = ([100 * e for e in line] for line in (band.low, band.high))
+        right.fill_between(band.gpus, low, high, color=color, alpha=0.2, linewidth=0)
+        right.plot(band.gpus, high, color=color, linewidth=1.6, label=f"{band.label}, model")
+        right.plot(band.gpus, low, color=color, linewidth=0.8)
+        if band.measured:
+            x, y = zip(*((n, 100 * e) for n, e in band.measured))
+            right.plot(x, y, "D", color=color, markersize=6, markeredgecolor="white",
+                       label=f"{band.label}, measured")  # fmt: skip
+    right.set_xscale("log", base=2)
+    right.set_xticks(bands[0].gpus, [str(n) for n in bands[0].gpus])
+    right.minorticks_off()
+    right.set_ylim(0, 108)
+    right.set_xlabel("GPUs (nodes of 8)", fontsize=8)
+    right.set_ylabel("efficiency, %", fontsize=8)
+    right.set_title("model, between slowest and fastest exchange", fontsize=9, color=_INK)
+    right.legend(frameon=False, fontsize=8, loc="lower left")
+    _bare(right, grid="y")
+    figure.suptitle(title, fontsize=12, fontweight="bold", color=_INK, x=0.01, ha="left")
+    return figure
+
+
+__all__ = ["COLORS", "efficiency", "heat_map", "new_figure", "speed", "throughput"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from attn_backends.bench import gallery
-from attn_backends.bench.gallery_data import Source, panels, ratios, read, timed
+from attn_backends.bench import gallery, gallery_distributed
+from attn_backends.bench.gallery_data import Source, families, panels, ratios, read, timed
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "docs/gallery"
@@ -127,3 +127,47 @@ def test_throughput_of_an_engine_shows_median_and_range(tmp_path: Path) -> None:
     (axes,) = picture.draw().axes
     drawn, middle = axes.lines
     assert list(drawn.get_xdata()) == [1500.0, 2200.0] and list(middle.get_xdata()) == [2000.0]
+
+
+def test_many_variants_are_shown_as_the_fastest_and_the_slowest_of_each_point() -> None:
+    rows = [
+        attention_row(f"ours[{i}]", 1, n, us)
+        for i in range(12)
+        for n, us in ((1024, 10.0 + i), (2048, 50.0 - i), (4096, 30.0))
+    ]
+    rows += [attention_row("fa3", 1, n, 20.0) for n in (1024, 2048, 4096)]
+    (few,) = families(panels(timed(rows), "gbps"))
+    assert set(few.series) == {"ours: fastest of 12", "ours: slowest of 12", "fa3"}
+    assert few.series["ours: fastest of 12"][:2] == (1e6 / 10, 1e6 / 39)
+    assert few.series["ours: slowest of 12"][:2] == (1e6 / 21, 1e6 / 50)
+    (all_of_them,) = families(panels(timed(rows[:9] + rows[-3:]), "gbps"))
+    assert set(all_of_them.series) == {"ours[0]", "ours[1]", "ours[2]", "fa3"}
+
+
+def test_a_single_point_is_drawn_as_bars_with_their_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results(tmp_path, [attention_row("triton", 1, 64, 10.0), attention_row("fa3", 1, 64, 20.0)])
+    (axes,) = gallery.pictures(tmp_path / "results")[0].draw().axes
+    assert [bar.get_width() for bar in axes.patches] == [5e4, 1e5]
+    assert {text.get_text() for text in axes.texts} == {"5e+04", "1e+05"}
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["fa3", "triton"]
+
+
+def test_efficiency_on_several_gpus_is_shown_beside_the_model() -> None:
+    pytest.importorskip("matplotlib")
+    (source,) = [read(p) for p in (ROOT / "docs/results").glob("*/distributed.json")]
+    wholes = [r for r in source.rows if "efficiency" in r]
+    shown = gallery_distributed.bars(source.rows)
+    assert [bar.efficiency for bar in shown] == [r["efficiency"] for r in wholes]
+    for bar in shown:
+        assert 0 < bar.compute <= bar.whole and bar.efficiency * bar.gpus * bar.whole < 1.01
+    prefill, decode = gallery_distributed.bands(source.rows)
+    for band in (prefill, decode):
+        assert band.gpus[0] == 1 and band.low[0] == band.high[0] == 1.0
+        assert all(low <= high for low, high in zip(band.low, band.high))
+        assert [n for n, _ in band.measured] == [2]
+    from attn_backends.bench.gallery_plots import efficiency
+
+    left, _ = efficiency("title", shown, [prefill, decode]).axes
+    drawn = [text.get_text().strip() for text in left.texts]
+    assert drawn == [f"{r['efficiency']:.1%}" for r in wholes]
