@@ -336,7 +336,7 @@ def current_merge_path() -> str | None:
     """Path that the settings of the process ask for merges; None leaves it to the merge.
 
     The configuration of ``configure()`` goes before ``ATTN_BACKENDS_MERGE``. Cheap: the
-    environment is parsed again only when it changed.
+    environment is parsed only if it can say anything of merges, and again only when it changed.
 
     Raises:
         InvalidInputError: ``ATTN_BACKENDS_MERGE`` names no path.
@@ -344,6 +344,8 @@ def current_merge_path() -> str | None:
     config = PROCESS.config
     path = config.merge if config is not None else None
     if path is None:
+        if environment.leaves_merges_open():  # asked in every merge, and nearly always so
+            return None
         path = environment_layer().merge
     return None if path == "auto" else path
 

@@ -3,8 +3,8 @@
 What takes time in other launchers is looking at arguments: each is inspected, converted and packed
 again for every launch. A ``Launch`` lays the arguments of one kernel out in memory once, in the
 form that ``cuLaunchKernelEx`` reads, and then rewrites the stream and the few arguments that
-change. Threads never share that memory: each launch takes a block of it from a list and puts it
-back.
+change. Threads never write to the same memory: each launch takes a block of it from a list and puts
+it back. Where even that costs too much, ``filled`` gives a block that nothing changes any more.
 
 Nothing here runs before the first launch, and importing this module touches no driver.
 """
@@ -111,15 +111,17 @@ def _array(kind: Any, length: int) -> Any:
     return kind * length
 
 
-#: Memory, the table of argument addresses, and references to both as the driver takes them.
-Block = tuple[Any, Any, Any, Any]
+#: Memory for config, arguments and the table of their addresses, and references to config and
+#: table as the driver takes them.
+Block = tuple[Any, Any, Any]
 
 
 def _block(size: int, starts: list[int]) -> Block:
-    memory = _array(ctypes.c_char, _CONFIG.size + size)()
+    table_at = _CONFIG.size + size + -size % 8
+    memory = _array(ctypes.c_char, table_at + 8 * len(starts))()
     first = ctypes.addressof(memory) + _CONFIG.size
-    table = _array(ctypes.c_void_p, len(starts))(*[first + start for start in starts])
-    return memory, table, ctypes.byref(memory), ctypes.byref(table)
+    struct.pack_into(f"<{len(starts)}Q", memory, table_at, *[first + start for start in starts])
+    return memory, ctypes.byref(memory), ctypes.byref(memory, table_at)
 
 
 @cache
@@ -175,8 +177,8 @@ class Launch:
         self._whole.pack_into(memory, _CONFIG.size, *self._values)
         return block
 
-    def __del__(self) -> None:
-        if len(self._pool) < _MOST_POOLED:
+    def __del__(self, most: int = _MOST_POOLED) -> None:  # globals may be gone by then
+        if len(self._pool) < most:
             self._pool.extend(self._idle)
 
     def __call__(self, stream: int, *changing: Any) -> None:
@@ -193,12 +195,18 @@ class Launch:
             block = self._idle.pop()
         except IndexError:
             block = self._memory()
-        memory, _, config, table = block
+        memory, config, table = block
         self._pack(memory, _STREAM_AT, stream, self._attributes, self._count, *changing)
         code = self._call(config, self._function, table, None)
         if code:
-            self._retry(code, block)
+            retry(code, (config, self._function, table, None))
         self._idle.append(block)
+
+    def filled(self, stream: int, *changing: Any) -> Filled:
+        """The same launch on a stream with the first arguments, to be repeated without writing."""
+        block = self._memory()
+        self._pack(block[0], _STREAM_AT, stream, self._attributes, self._count, *changing)
+        return Filled((block[1], self._function, block[2], None), self)
 
     def anew(self, grid: tuple[int, int, int], stream: int, values: tuple[Any, ...]) -> None:
         """Launch with another grid and all arguments; for launches that are used in no other way.
@@ -215,23 +223,52 @@ class Launch:
             block = self._idle.pop()
         except IndexError:
             block = self._memory()
-        memory, _, config, table = block
+        memory, config, table = block
         _CONFIG.pack_into(
             memory, 0, *grid, *self._config[3:7], stream, self._attributes, self._count
         )
         self._whole.pack_into(memory, _CONFIG.size, *values)
         code = self._call(config, self._function, table, None)
         if code:
-            self._retry(code, block)
+            retry(code, (config, self._function, table, None))
         self._idle.append(block)
 
-    def _retry(self, code: int, block: Block) -> None:
-        """Launch again in a new thread, whose first launch finds no context; else raise."""
-        if code == _NO_CONTEXT:
-            bind_context()
-            code = self._call(block[2], self._function, block[3], None)
+
+class Filled:
+    """A launch whose memory is written: threads may share it.
+
+    Args:
+        args: What the driver is called with; holds the memory.
+        launch: Whose launch it is; kept alive with it.
+    """
+
+    __slots__ = ("_launch", "args", "call")
+
+    def __init__(self, args: tuple[Any, ...], launch: Launch) -> None:
+        self.args, self.call, self._launch = args, launch._call, launch
+
+    def __call__(self) -> None:
+        """Launch; the device must be current, and the stream one of its own."""
+        code = self.call(*self.args)
         if code:
-            raise RuntimeError(f"the CUDA driver refused a launch: {_words(code)}")
+            retry(code, self.args)
+
+
+def retry(code: int, args: tuple[Any, ...]) -> None:
+    """Launch again in a new thread, whose first launch finds no context; else raise.
+
+    Args:
+        code: What the driver said.
+        args: What it was called with.
+
+    Raises:
+        RuntimeError: The driver refused; the message has its words.
+    """
+    if code == _NO_CONTEXT:
+        bind_context()
+        code = _launch_function()(*args)
+    if code:
+        raise RuntimeError(f"the CUDA driver refused a launch: {_words(code)}")
 
 
 def bind_context() -> None:
@@ -252,6 +289,7 @@ def _words(code: int) -> str:
 
 __all__ = [
     "SIZES",
+    "Filled",
     "Launch",
     "available",
     "bind_context",

@@ -50,6 +50,7 @@ _LEVELS = {
 _ENCODED = tuple(
     os.fsencode(PREFIX + name) if os.name == "posix" else PREFIX + name for name in VARIABLES
 )
+_MERGE, _CONFIG = (_ENCODED[list(VARIABLES).index(name)] for name in ("MERGE", "CONFIG"))
 _warned: set[str] = set()
 
 
@@ -64,6 +65,12 @@ def snapshot() -> int | tuple[Any, ...]:
     if raw.keys().isdisjoint(_ENCODED):  # nearly always: none is set
         return len(raw)
     return (len(raw), *map(raw.get, _ENCODED))
+
+
+def leaves_merges_open() -> bool:
+    """Whether no variable can name a path of merges, as a look at two of them; in doubt False."""
+    raw = getattr(os.environ, "_data", None)
+    return type(raw) is dict and _MERGE not in raw and _CONFIG not in raw
 
 
 def variable(name: str) -> str | None:
@@ -207,6 +214,7 @@ __all__ = [
     "VARIABLES",
     "allowed_plugins",
     "boolean",
+    "leaves_merges_open",
     "log_level",
     "read",
     "set_log_level",

@@ -6,13 +6,13 @@
 
 Cold L2 by rotating inputs, one graph replay, variants interleaved in one process, random data,
 medians. A variant is timed only after its answer was checked. Rows of pairs on our paths also say
-how far apart the two groupings of three states are: ``associativity_err``.
+how far apart the two groupings of three states are: ``associativity_err``. What all that comes to
+beside what was aimed at is printed at the end, and stands under ``aims`` in the results.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,17 +22,18 @@ import torch
 from ..merge import merge_state, merge_states
 from . import report
 from .gate import Checked
-from .graph_timer import Times, copies_for
+from .graph_timer import copies_for
+from .merge_aims import aims, show_aims
 from .merge_peers import PEERS, PairInputs, copies_of, flashinfer_states
 from .roofline import find_gpu
-from .runner import EAGER, GRAPH, Call, Found, Point, Way, measure_point, release, unchecked
-from .wall_timer import sync_of
+from .runner import GRAPH, Call, Found, Point, Way, measure_point, release, unchecked
 
 MODULE = "attn_backends.bench.merge"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOKENS = (1, 4, 16, 64, 256, 512, 613, 1024, 1536, 2048, 4096, 8192, 16384, 65536)
 REGROUPED_TOKENS = 1024  # of the measure of associativity: more would only take memory
 MAX_COPIES = 2048  # more launches than this make a graph slow to capture
+MAX_TORCH_COPIES = 256  # the torch path launches some twenty kernels a call
 PATHS = ("cuda", "triton", "torch")
 Maker = Callable[[], Call] | Way
 
@@ -201,6 +202,9 @@ def pair_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor
         p: lambda p=p: ours(p)
         for p in paths_on(case.device)  # type: ignore
     }
+    if case.copies > MAX_TORCH_COPIES and "torch" in makers:
+        why = f"a graph of {case.copies} calls would have too many kernels"
+        makers["torch"] = Way(makers["torch"], no_graph=why)  # type: ignore
     makers["copy"] = Way(copy, gate=unchecked)
     if peers:
         makers |= {name: lambda make=make: make(x) for name, make in PEERS.items()}  # type: ignore
@@ -237,49 +241,6 @@ def many_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor
     if peers:
         makers["flashinfer"] = lambda: flashinfer_states(o, lse)
     return makers, want
-
-
-def host_rows(case: Case, peers: bool, samples: int = 60, calls: int = 50) -> Found:
-    """Eager time per call: ``host`` without waiting for the GPU, ``eager`` with it."""
-    makers, want = pair_makers(case, peers)
-    o, lse = make_states(case)
-    makers.pop("copy")
-    states = (o[0, 0], lse[0, 0], o[1, 0], lse[1, 0])
-    other = oracle([states[:2], states[2:]])
-    for path in paths_on(case.device)[:2]:
-        makers[f"{path}-allocating"] = lambda p=path: (  # type: ignore
-            lambda i: merge_state(*states, path=p)
-        )
-    found, point, sync = Found(), case.point(), sync_of(torch.device(case.device))
-    ready, checks = {}, {}
-    for name, make in makers.items():
-        try:
-            call = make()
-            right = other if name.endswith("-allocating") else want
-            checks[name] = check(call, right, DTYPES[case.dtype])
-        except Exception as error:  # foreign code may raise anything
-            found.refused.append(point.refusal(name, f"{type(error).__name__}: {error}"))
-            continue
-        if checks[name].right:
-            ready[name] = call
-        else:
-            found.rows.append(point.wrong(name, EAGER, checks[name]))
-    times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(samples):
-        for name, call in ready.items():
-            sync()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call(0)
-            queued = time.perf_counter()
-            sync()
-            done = time.perf_counter()
-            times.setdefault((name, "host"), []).append((queued - start) / calls * 1e6)
-            times.setdefault((name, EAGER), []).append((done - start) / calls * 1e6)
-    for (name, mode), spent in times.items():
-        if mode == EAGER or case.device == "cuda":  # a CPU works while it is called
-            found.rows.append(point.row(name, mode, Times.of(spent), checks[name]))
-    return found
 
 
 def standard_cases(
@@ -322,6 +283,8 @@ def measure_part(
 ) -> Found:
     """Measure one point of a part: ``pairs``, ``many``, ``host`` or ``sweep``."""
     if part == "host":
+        from .merge_host import host_rows
+
         return host_rows(case, peers)
     if part == "sweep":
         from .merge_sweep import many_sweep, pair_sweep
@@ -365,7 +328,9 @@ def main(argv: list[str] | None = None) -> int:
             except Exception as error:
                 print(f"{case.label}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             release(torch.device("cuda"))
-            report.save(args.json, MODULE, found.rows, refused=found.refused)
+            reached = aims(found.rows)
+            report.save(args.json, MODULE, found.rows, refused=found.refused, aims=reached)
+    show_aims(aims(found.rows))
     return 0
 
 

@@ -35,7 +35,8 @@ def _first(*names: str) -> Any:
         try:
             return getattr(importlib.import_module(module), attribute)
         except Exception as error:  # a foreign import may raise anything
-            errors.append(f"{type(error).__name__}: {error}")
+            cause = "" if error.__cause__ is None else f" ({error.__cause__})"
+            errors.append(f"{type(error).__name__}: {error}{cause}")
     raise ImportError("; ".join(errors))
 
 

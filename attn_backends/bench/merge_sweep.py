@@ -1,12 +1,12 @@
 """Launch shapes of our merge kernels against each other and FlashInfer's: a part of ``merge``.
 
 Words in names: ``spec`` loads vectors before the weights are known, ``skip`` afterwards and only
-those of weight above 0; ``pdl`` lets a kernel start while the one ahead still runs.
+those of weight above 0; ``pdl`` lets a kernel start while the one ahead still runs, and ``fetch``
+lets it bring its inputs to L2 meanwhile; ``turns`` gives a block several tiles.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,44 +18,80 @@ from .merge_peers import PEERS, PairInputs, flashinfer_states
 from .runner import Call
 
 ALWAYS, NEVER = 1 << 62, -1
-_WORDS = {True: "spec", False: "skip"}
+_HINTS = {0: "", 1: " no_allocate", 2: " L2::256B", 4: " cs", 8: " wt"}
 
 
-def _cuda_tunings(states: int) -> dict[str, cuda_merge.Tuning]:
-    found = {}
-    for threads, unroll, spec, pdl in itertools.product((64, 128, 256), (1, 2), _WORDS, _WORDS):
-        if unroll > 1 and (states > 2 or threads != 128):
-            continue
-        name = f"cuda[{threads}x{unroll} {_WORDS[spec]}{' pdl' if pdl else ''}"
-        shape = cuda_merge.Tuning(
-            threads, unroll, ALWAYS if spec else NEVER, pdl=pdl, large_from=ALWAYS
-        )
-        if states <= cuda_merge.MOST_BATCH:
-            found[name + "]"] = shape
-            continue
-        for split in (1, 4, 8):
-            found[f"{name} split{split}]"] = shape._replace(split=split, split_limit=ALWAYS)
+def cuda_name(shape: cuda_merge.Tuning, size: int) -> str:
+    """What the sweep calls a shape for outputs of ``size`` bytes."""
+    small = size <= shape.small_limit
+    name = f"cuda[{shape.pair_threads(size)}x{shape.unroll} {'spec' if small else 'skip'}"
+    name += " pdl" * shape.pdl
+    if shape.pdl and small and shape.prefetch:
+        name += " fetch" if shape.prefetch == 1 else " bulk fetch"
+    name += _HINTS[shape.hints]
+    if shape.waves:
+        name += f" turns {shape.waves}/{shape.loop}"
+    return name + "]"
+
+
+def triton_name(shape: triton_merge.Tuning, size: int) -> str:
+    """The same of a Triton shape."""
+    small = size <= shape.small_limit
+    name = f"triton[{shape.warps} warps x{shape.vectors} {'spec' if small else 'skip'}"
+    return name + " pdl" * shape.pdl + " fetch" * (shape.pdl and small and shape.prefetch) + "]"
+
+
+def _cuda_pairs() -> list[cuda_merge.Tuning]:
+    plain = cuda_merge.Tuning(
+        small_limit=ALWAYS, large_from=ALWAYS, prefetch=0, hints=0, waves=0, pdl=True
+    )
+    skip = plain._replace(small_limit=NEVER)
+    found = []
+    for threads in (64, 128, 256, 512):
+        for fetch in (0, 1, 2):
+            found.append(plain._replace(threads=threads, prefetch=fetch))
+        found.append(skip._replace(threads=threads))
+    for threads in (128, 256):
+        found.append(plain._replace(threads=threads, prefetch=1, hints=1))
+        found.append(plain._replace(threads=threads, prefetch=0, hints=1))
+        found += [skip._replace(threads=threads, hints=h) for h in (1, 2, 4, 8)]
+        for loop in (1, 2):
+            turns = 2048 // threads
+            found.append(plain._replace(threads=threads, prefetch=1, waves=turns, loop=loop))
+        found.append(skip._replace(threads=threads, waves=2048 // threads))
+    found.append(plain._replace(threads=128, unroll=2, prefetch=1))
+    found.append(plain._replace(threads=256, pdl=False))
     return found
 
 
-def _triton_tunings() -> dict[str, triton_merge.Tuning]:
+def _cuda_many(states: int) -> dict[str, cuda_merge.Tuning]:
     found = {}
-    for warps, vectors, spec, pdl in itertools.product((4, 8), (1, 2), _WORDS, _WORDS):
-        if warps == 8 and vectors == 2:
-            continue
-        name = f"triton[{warps} warps x{vectors} {_WORDS[spec]}{' pdl' if pdl else ''}]"
-        found[name] = triton_merge.Tuning(warps, vectors, ALWAYS if spec else NEVER, pdl)
+    for threads in (128, 256):
+        for spec in (True, False):
+            for hints in (0, 1):
+                name = f"cuda[{threads} {'spec' if spec else 'skip'}{_HINTS[hints]}"
+                shape = cuda_merge.Tuning(threads, 1, ALWAYS if spec else NEVER, hints=hints)
+                if states <= cuda_merge.MOST_BATCH:
+                    found[name + "]"] = shape
+                    continue
+                for split in (1, 4, 8):
+                    found[f"{name} split{split}]"] = shape._replace(split=split, split_limit=ALWAYS)
+    return found
+
+
+def _triton_pairs() -> list[triton_merge.Tuning]:
+    found = []
+    for warps, vectors in ((2, 1), (4, 1), (4, 2), (8, 1)):
+        shape = triton_merge.Tuning(warps, vectors, ALWAYS, True, False)
+        found += [shape, shape._replace(prefetch=True), shape._replace(small_limit=NEVER)]
     return found
 
 
 def shipped_pair(size: int) -> dict[str, str]:
     """Names in the sweep of the launch shapes that merge an output of ``size`` bytes, by path."""
-    cuda, triton = cuda_merge.TUNING, triton_merge.TUNING
-    when = _WORDS[size <= cuda.small_limit] + " pdl" * cuda.pdl
-    then = _WORDS[size <= triton.small_limit] + " pdl" * triton.pdl
     return {
-        f"cuda[{cuda.pair_threads(size)}x{cuda.unroll} {when}]": "cuda",
-        f"triton[{triton.warps} warps x{triton.vectors} {then}]": "triton",
+        cuda_name(cuda_merge.TUNING, size): "cuda",
+        triton_name(triton_merge.TUNING, size): "triton",
     }
 
 
@@ -75,10 +111,15 @@ def pair_sweep(case: Case) -> tuple[dict[str, Maker], torch.Tensor]:
         return call
 
     makers: dict[str, Maker] = {}
-    for name, shape in _cuda_tunings(2).items():
-        makers[name] = lambda s=shape: through(cuda_merge.prepare_pair(*six, dtype, s))  # type: ignore
-    for name, form in _triton_tunings().items():
-        makers[name] = lambda s=form: through(triton_merge.prepare_pair(*six, dtype, True, s))  # type: ignore
+    size = six[0].numel() * six[0].element_size()
+    for shape in _cuda_pairs():
+        makers[cuda_name(shape, size)] = lambda s=shape: (  # type: ignore
+            through(cuda_merge.prepare_pair(*six, dtype, s))
+        )
+    for form in _triton_pairs():
+        makers[triton_name(form, size)] = lambda s=form: (  # type: ignore
+            through(triton_merge.prepare_pair(*six, dtype, True, s))
+        )
     makers["flashinfer"] = lambda: PEERS["flashinfer"](
         PairInputs(o[0], lse[0], o[1], lse[1], out_o, out_lse)
     )
@@ -100,7 +141,7 @@ def many_sweep(case: Case) -> tuple[dict[str, Maker], torch.Tensor]:
         return call
 
     makers: dict[str, Maker] = {}
-    for name, shape in _cuda_tunings(case.states).items():
+    for name, shape in _cuda_many(case.states).items():
         makers[name] = lambda s=shape: through(cuda_merge.prepare_stacked(*layouts, s))  # type: ignore
     for pdl in (True, False):
         form = triton_merge.Tuning(pdl=pdl)
@@ -111,4 +152,4 @@ def many_sweep(case: Case) -> tuple[dict[str, Maker], torch.Tensor]:
     return makers, oracle(list(zip(o[0], lse[0])))
 
 
-__all__ = ["many_sweep", "pair_sweep"]
+__all__ = ["cuda_name", "many_sweep", "pair_sweep", "shipped_pair", "triton_name"]

@@ -34,6 +34,11 @@ class Tuning(NamedTuple):
         split: Groups of threads that share the states of a row in an n-way merge of few rows.
         split_limit: Most bytes of an output for which they do.
         pdl: Let a kernel start while the one ahead of it still runs, where the device can.
+        prefetch: Have a two-way merge bring what it reads to L2 before it waits for the kernel
+            ahead, if vectors are loaded before the weights are known: 1 by lines, 2 in bulk.
+        hints: Of loads and stores, see merge.cu.
+        waves: Blocks per multiprocessor that a two-way merge has at most, each with several tiles
+            in turn; 0 gives every tile a block.
     """
 
     threads: int = 128
@@ -44,6 +49,10 @@ class Tuning(NamedTuple):
     pdl: bool = True
     large_threads: int = 256
     large_from: int = 1 << 22
+    prefetch: int = 1
+    hints: int = 0
+    waves: int = 0
+    loop: int = 1
 
     def pair_threads(self, size: int) -> int:
         """Threads aimed at for a two-way merge of an output of ``size`` bytes."""
@@ -79,7 +88,8 @@ def pair_macros(
     rows, threads = block(vectors, tuning.threads, tile_tokens)
     return {
         "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
-        "SPECULATE": int(small), "PDL": int(pdl),
+        "SPECULATE": int(small), "PDL": int(pdl), "PREFETCH": tuning.prefetch if pdl else 0,
+        "LOOP": tuning.loop if tuning.waves and not tile_tokens else 0, "HINTS": tuning.hints,
     }  # fmt: skip
 
 
@@ -96,7 +106,7 @@ def many_macros(
     return {
         "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
         "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small),
-        "PDL": int(pdl),
+        "PDL": int(pdl), "HINTS": tuning.hints,
     }  # fmt: skip
 
 
@@ -159,6 +169,8 @@ def prepare_pair(
         strides += (*_strides(lse_b, (heads, 1)), *_strides(out_o, fresh))
         strides += _strides(out_lse, (heads, 1))
     grid = _grid(tokens, heads, defines["PASS_ROWS"] * defines["UNROLL"], tile)
+    if defines["LOOP"]:
+        grid = min(grid, tuning.waves * num_multiprocessors(o_a.device))
     launches = _Launches("merge_pair", o_a.device, grid, defines, "Q" * 6 + "qqqQd", strides)
     plain = (tokens, heads, -1, 0, 1.0)
 
@@ -350,6 +362,12 @@ def has_pdl(device: torch.device) -> bool:
     if driver.version() < PDL_DRIVER:
         return False
     return torch.cuda.get_device_capability(device) >= PDL_CAPABILITY
+
+
+@lru_cache(maxsize=64)
+def num_multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _layout(tensors: list[torch.Tensor | None], lses: list[torch.Tensor]) -> dict[str, int]:

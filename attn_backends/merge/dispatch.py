@@ -73,12 +73,6 @@ class MergeFacts(NamedTuple):
     contiguous: bool = True
 
 
-def settled_path() -> str | None:
-    """Path of a call that names none: the context's, else the settings'; None means choose."""
-    path = default_path.get()
-    return current_merge_path() if path is None else path
-
-
 def vector_elements(dtype: torch.dtype) -> int:
     """Elements in 16 bytes."""
     return VECTOR_BYTES // dtype.itemsize
@@ -155,7 +149,7 @@ def steady_path(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     Returns:
         The path that was asked for, else Triton on a GPU if it can do such merges, else torch.
     """
-    asked = settled_path()
+    asked = asked_path()
     if asked is not None:
         return asked
     if device.type != "cuda":
@@ -275,7 +269,6 @@ __all__ = [
     "default_path",
     "is_faster",
     "kind_of",
-    "settled_path",
     "steady_path",
     "vector_elements",
     "vector_fault",

@@ -1,9 +1,9 @@
 """Merges kept to be repeated: known layouts, a known path, a kernel ready to be launched.
 
 Serving engines merge the same layouts in every layer and step. A kept call recognises its layouts
-in one comparison, remembers which addresses were found not to overlap, and passes addresses to the
-driver: less time than the launch takes by itself. Whatever it does not recognise takes the ordinary
-way, which checks, chooses and prepares.
+in one comparison, remembers which addresses were found not to overlap, and holds launches whose
+arguments are already written: less time than the driver takes for the launch itself. Whatever it
+does not recognise takes the ordinary way, which checks, chooses and prepares.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from typing import Any
 import torch
 
 from .. import driver
+from ..driver import Filled
 from ..layouts import guard
-from ..output import AttentionOutput
 
-MAX_SHAPES = 1024  # token counts vary from step to step: forget all rather than grow
+MAX_SHAPES = 512  # token counts vary from step to step: forget all rather than grow
 MAX_ALIKE = 4  # kept calls of one shape: other strides, dtypes, paths, modes of torch
-MAX_PLACES = 64  # addresses whose overlap is remembered per kept call
+MAX_PLACES = 32  # addresses remembered per kept call
+
+#: Forms of a call: results are fresh, or have the memory of the first state, or other memory.
+FRESH, OWN, GIVEN = range(3)
 
 Settle = Callable[[tuple[int, ...]], "bool | None"]
-Fresh = Callable[[tuple[Any, ...]], tuple[torch.Tensor, torch.Tensor]]
-
-_new = tuple.__new__
+Fresh = Callable[[], "tuple[torch.Tensor, torch.Tensor]"]
 
 
 class Call:
@@ -38,7 +39,7 @@ class Call:
         launch: The prepared merge, with its ``ready`` launches.
         settle: ``settle(addresses)`` tells whether an output is an input; None if the addresses
             are unfit for the kernel or need a closer look.
-        fresh: ``fresh(inputs)`` makes outputs.
+        fresh: Makes outputs.
     """
 
     __slots__ = ("_hooked", "_index", "_pack", "_places", "_ready", "_settle", "asked", "fits",
@@ -51,91 +52,102 @@ class Call:
         self.fits, self.asked, self.launch, self.fresh = fits, asked, launch, fresh
         self._index, self._ready, self._settle = index, launch.ready, settle
         self._pack = getattr(launch, "pack", None)
-        self._places: dict[tuple[int, ...], bool | None] = {}
+        #: By stream and addresses: whether to merge in place (None: do not repeat), or from the
+        #: second time on the launch itself.
+        self._places: dict[tuple[int, ...], bool | Filled | None] = {}
         self._hooked: Any = None
         if path == "triton":  # profilers ask Triton, which does not see launches of the driver
             from ..triton_compiled import is_hooked
 
             self._hooked = is_hooked
 
-    def __call__(self, tensors: tuple[torch.Tensor, ...]) -> bool:
+    def __call__(self, *addresses: int) -> bool:
         """Launch on inputs and outputs of these layouts; False if that takes a closer look."""
-        place = tuple([x.data_ptr() for x in tensors])
-        try:
-            in_place = self._places[place]
-        except KeyError:
-            if len(self._places) >= MAX_PLACES:
-                self._places.clear()
-            in_place = self._places[place] = self._settle(place)
-        if in_place is None:
+        index = self._index
+        if driver.current_device() != index or (self._hooked is not None and self._hooked()):
             return False
-        launch, index = self._ready[in_place], self._index
-        if launch is None or driver.current_device() != index:
+        place = (driver.current_stream(index), *addresses)
+        known = self._places.get(place, self)
+        if type(known) is Filled:
+            code = known.call(*known.args)
+            if code:
+                driver.retry(code, known.args)
+            return True
+        return self._first(place) if known is self else self._second(place, known)  # type: ignore
+
+    def _first(self, place: tuple[int, ...]) -> bool:
+        """Launch with addresses that were not seen before."""
+        if len(self._places) >= MAX_PLACES:
+            self._places.clear()
+        stream, *addresses = place
+        in_place = self._places[place] = self._settle(tuple(addresses))
+        launch = None if in_place is None else self._ready[in_place]
+        if launch is None:
             return False
-        if self._hooked is not None and self._hooked():
+        launch(stream, *(addresses if self._pack is None else self._pack(*addresses)))
+        return True
+
+    def _second(self, place: tuple[int, ...], in_place: bool | None) -> bool:
+        """Launch with addresses that come again, and keep what is written for that."""
+        launch = None if in_place is None else self._ready[in_place]
+        if launch is None:
             return False
-        if self._pack is not None:
-            place = self._pack(*place)
-        launch(driver.current_stream(index), *place)
+        stream, *addresses = place
+        args = addresses if self._pack is None else self._pack(*addresses)
+        filled = self._places[place] = launch.filled(stream, *args)
+        filled()
         return True
 
 
 class Calls:
-    """Kept calls of one kind of merge, by a key that a shape gives quickly."""
+    """Kept calls of one kind of merge, by form and a key that a shape gives quickly."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Call, ...]] = {}
+        #: By form, then by key.
+        self.known: tuple[dict[Any, tuple[Call, ...]], ...] = ({}, {}, {})
 
     def forget(self) -> None:
         """Drop all."""
-        self._known.clear()
-
-    def repeat(
-        self, key: Any, asked: str | None, inputs: tuple[Any, ...], out: Any
-    ) -> AttentionOutput | None:
-        """Repeat a kept call with these tensors; None if there is none like it.
-
-        Args:
-            key: Of the shape.
-            asked: The path asked for.
-            inputs: All input tensors; of a pair, the first two are the first state.
-            out: ``(o, lse)`` to write, or None.
-        """
-        if out is None:
-            for call in self._known.get((key, 0), ()):
-                if call.asked == asked and call.fits(*inputs):
-                    o, lse = call.fresh(inputs)
-                    if call((*inputs, o, lse)):
-                        return _new(AttentionOutput, (o, lse))
-            return None
-        o, lse = out
-        tensors = (*inputs, o, lse)
-        own = o is inputs[0] and lse is inputs[1]
-        for call in self._known.get((key, 1 if own else 2), ()):
-            if call.asked == asked and call.fits(*(inputs if own else tensors)) and call(tensors):
-                return _new(AttentionOutput, (o, lse))
-        return None
+        for known in self.known:
+            known.clear()
 
     def keep(
         self, key: Any, asked: str | None, path: str, launch: Any, inputs: tuple[Any, ...],
         out: Any, settle: Settle, fresh: Fresh,
     ) -> None:  # fmt: skip
-        """Keep a call that has just been done the ordinary way; arguments as in ``repeat``."""
+        """Keep a call that has just been done the ordinary way.
+
+        Args:
+            key: Of the shape.
+            asked: The path asked for.
+            path: The path taken.
+            launch: The prepared merge.
+            inputs: All input tensors; of a pair, the first two are the first state.
+            out: ``(o, lse)`` that were written, or None.
+            settle: See ``Call``.
+            fresh: See ``Call``.
+        """
         if not any(getattr(launch, "ready", ())):
             return
-        own = out is not None and out[0] is inputs[0] and out[1] is inputs[1]
-        key = (key, 0 if out is None else 1 if own else 2)
-        known = self._known.get(key, ())
-        tensors = inputs if out is None or own else (*inputs, *out)
+        form = form_of(out, inputs)
+        known = self.known[form].get(key, ())
+        tensors = (*inputs, *out) if form == GIVEN else inputs
         if any(c.launch is launch and c.asked == asked and c.fits(*tensors) for c in known):
             return
         fits = guard(*tensors)
         if fits is None:
             return
-        if len(self._known) >= MAX_SHAPES:
-            self._known.clear()
+        if len(self.known[form]) >= MAX_SHAPES:
+            self.known[form].clear()
         call = Call(fits, asked, path, inputs[0].device.index, launch, settle, fresh)
-        self._known[key] = (call, *known)[:MAX_ALIKE]
+        self.known[form][key] = (call, *known)[:MAX_ALIKE]
 
 
-__all__ = ["Call", "Calls"]
+def form_of(out: Any, inputs: tuple[Any, ...]) -> int:
+    """The form of a call: ``FRESH``, ``OWN`` or ``GIVEN``."""
+    if out is None:
+        return FRESH
+    return OWN if out[0] is inputs[0] and out[1] is inputs[1] else GIVEN
+
+
+__all__ = ["FRESH", "GIVEN", "OWN", "Call", "Calls", "form_of"]

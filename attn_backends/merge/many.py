@@ -18,7 +18,7 @@ from ..layouts import layout
 from ..output import AttentionOutput
 from . import checks, dispatch, pair, torch_merge
 from .dispatch import MergePath
-from .kept import Calls
+from .kept import GIVEN, Calls, form_of
 
 MAX_SEPARATE = 8  # states that kernels take as separate pointers
 
@@ -109,7 +109,7 @@ def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> 
     try:
         name = os.shape if stacked else (len(os), os[0].shape)
         name = (name, counts is None)
-        done = _CALLS.repeat(name, path, inputs, out)
+        done = _repeat(name, path, inputs, out)
         if done is not None:
             return done
         key, pointers = _key(os, lses, out, counts)
@@ -124,7 +124,8 @@ def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> 
         if key is not None:
             _PLANS[key] = plan
     if out is None:
-        o, lse = _fresh(plan, os[0].device, inputs)
+        o = torch.empty(plan.shape, dtype=plan.dtype, device=os[0].device)
+        lse = torch.empty(plan.shape[:2], dtype=torch.float32, device=os[0].device)
     else:
         o, lse = out
         if _settle(plan, [x.data_ptr() for x in (*inputs, o, lse)]) is None:
@@ -134,16 +135,23 @@ def merge_eager(os: Any, lses: Any, out: Any, path: str | None, counts: Any) -> 
         if counts is None or counts.is_contiguous():
             _CALLS.keep(
                 name, path, plan.path.path, plan.launch, inputs, out,
-                partial(_settle, plan), partial(_fresh, plan, os[0].device),
+                partial(_settle, plan), pair.fresh(plan.shape, plan.dtype, os[0].device.index),
             )  # fmt: skip
     return AttentionOutput(o, lse)
 
 
-def _fresh(
-    plan: ManyPlan, device: torch.device, inputs: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    o = torch.empty(plan.shape, dtype=plan.dtype, device=device)
-    return o, torch.empty(plan.shape[:2], dtype=torch.float32, device=device)
+def _repeat(
+    name: Any, path: str | None, inputs: tuple[torch.Tensor, ...], out: Any
+) -> AttentionOutput | None:
+    """Repeat a kept call with these tensors; None if there is none like it."""
+    form = form_of(out, inputs)
+    tensors = (*inputs, *out) if form == GIVEN else inputs
+    for call in _CALLS.known[form].get(name, ()):
+        if call.asked == path and call.fits(*tensors):
+            o, lse = call.fresh() if out is None else out
+            if call(*[x.data_ptr() for x in inputs], o.data_ptr(), lse.data_ptr()):
+                return AttentionOutput(o, lse)
+    return None
 
 
 def _settle(plan: ManyPlan, place: Sequence[int]) -> bool | None:

@@ -54,6 +54,21 @@ typedef long long i64;
 
 struct Vec { u32 x, y, z, w; };
 
+#if HINTS & 1
+#define LOAD_HINT ".L1::no_allocate"
+#elif HINTS & 2
+#define LOAD_HINT ".L2::256B"
+#else
+#define LOAD_HINT ""
+#endif
+#if HINTS & 4
+#define STORE_HINT ".cs"
+#elif HINTS & 8
+#define STORE_HINT ".wt"
+#else
+#define STORE_HINT ""
+#endif
+
 // ---- hardware: memory and number formats (tests replace this part to run on a CPU) ------------
 
 __device__ __forceinline__ Vec load_vec(const char* p) {
@@ -62,10 +77,10 @@ __device__ __forceinline__ Vec load_vec(const char* p) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
 #elif PDL  // what was not read-only since the launch is not for the read-only path
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global" LOAD_HINT ".v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
 #else
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc" LOAD_HINT ".v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
 #endif
   return v;
@@ -81,12 +96,28 @@ __device__ __forceinline__ float load_lse(const float* p) {
   return v == INF ? -INF : v;
 }
 
-// Wait for the kernel ahead, whose results we may read; let the one behind us be launched.
-__device__ __forceinline__ void enter() {
+// Let the kernel behind us be launched.
+__device__ __forceinline__ void let_next_come() {
 #if PDL
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Wait for the kernel ahead, whose results we may read.
+__device__ __forceinline__ void wait_for_previous() {
+#if PDL
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Have memory brought to L2, where all kernels see the same: what is written to it later is not
+// missed.
+__device__ __forceinline__ void prefetch(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
+}
+
+__device__ __forceinline__ void prefetch_bulk(const void* p, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes));
 }
 
 // 1 / x, the nearest float32 or its neighbour, for x in [1, 2^31]; NaN stays NaN.
@@ -124,7 +155,7 @@ __device__ __forceinline__ u32 pack_fp8x4(const float* f) {
 // Stores the 32-bit words of one vector in the output type: 1, 2 or 4.
 __device__ __forceinline__ void store_words(char* p, const u32 (&words)[OUT_WORDS]) {
 #if OUT_WORDS == 4
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+  asm volatile("st.global" STORE_HINT ".v4.u32 [%0], {%1, %2, %3, %4};"
                :: "l"(p), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 #elif OUT_WORDS == 2
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(words[0]), "r"(words[1]) : "memory");
@@ -196,10 +227,11 @@ struct Tile {
   static constexpr int SIZE = TOKENS * HEADS;
   u32 token_0, head_0;
 
-  __device__ Tile(u32 num_tokens, u32 num_heads) : num_tokens(num_tokens), num_heads(num_heads) {
+  __device__ Tile(u32 index, u32 num_tokens, u32 num_heads)
+      : num_tokens(num_tokens), num_heads(num_heads) {
     u32 groups = (num_heads + HEADS - 1) / HEADS;
-    token_0 = blockIdx.x / groups * TOKENS;
-    head_0 = blockIdx.x % groups * HEADS;
+    token_0 = index / groups * TOKENS;
+    head_0 = index % groups * HEADS;
   }
   // Slot r of the tile, heads fastest, as outputs lie in memory.
   __device__ __forceinline__ bool find(int r, u32& row, u32& token, u32& head) const {
@@ -210,10 +242,12 @@ struct Tile {
   }
 #else
   static constexpr int SIZE = ROWS;
+  u32 first;
 
-  __device__ Tile(u32 num_tokens, u32 num_heads) : num_tokens(num_tokens), num_heads(num_heads) {}
+  __device__ Tile(u32 index, u32 num_tokens, u32 num_heads)
+      : num_tokens(num_tokens), num_heads(num_heads), first(index * ROWS) {}
   __device__ __forceinline__ bool find(int r, u32& row, u32& token, u32& head) const {
-    row = blockIdx.x * ROWS + r;
+    row = first + r;
 #if STRIDED
     token = row / num_heads;
     head = row - token * num_heads;
@@ -251,9 +285,41 @@ __device__ __forceinline__ float merged_lse(float a, float b) {
   return peak == -INF ? a + b : peak + logf(1.f + expf(-fabsf(a - b)));
 }
 
-__device__ __forceinline__ void merge_pair_rows(const Pair& p) {
-  using Rows = Tile<PASS_ROWS * UNROLL>;
-  const Rows rows(p.num_tokens, p.num_heads);
+using PairRows = Tile<PASS_ROWS * UNROLL>;
+
+// Bring what a tile of rows reads to L2.
+__device__ __forceinline__ void prefetch_pair_rows(const Pair& p, const PairRows& rows) {
+#if PREFETCH == 2 && !STRIDED && !TILE_TOKENS
+  const u32 all = p.num_tokens * p.num_heads;
+  if (threadIdx.x < 4 && rows.first < all) {
+    const u32 left = all - rows.first;
+    const u32 num = left < PairRows::SIZE ? left : PairRows::SIZE;
+    const i64 at = (i64)rows.first * HEAD_DIM * IN_BYTES;
+    if (threadIdx.x == 0) prefetch_bulk(p.o_a + at, num * HEAD_DIM * IN_BYTES);
+    if (threadIdx.x == 1) prefetch_bulk(p.o_b + at, num * HEAD_DIM * IN_BYTES);
+    if (threadIdx.x == 2) prefetch(p.lse_a + rows.first);
+    if (threadIdx.x == 3) prefetch(p.lse_b + rows.first);
+  }
+#else
+  const int column = threadIdx.x % VECTORS * WIDTH, first = threadIdx.x / VECTORS;
+  const bool starts_line = column * IN_BYTES % 128 == 0;
+#pragma unroll
+  for (int k = 0; k < UNROLL; ++k) {
+    u32 row, token, head;
+    if (!starts_line || first >= PASS_ROWS || !rows.find(first + k * PASS_ROWS, row, token, head))
+      continue;
+    prefetch(p.o_a + (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES);
+#if HAS_B
+    prefetch(p.o_b + (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES);
+#endif
+    if (column) continue;
+    prefetch(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
+    prefetch(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
+  }
+#endif
+}
+
+__device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& rows) {
   const int tid = threadIdx.x;
 #pragma unroll 1
   for (int base = 0; base < VECTORS; base += THREADS) {  // once, but for rows wider than a block
@@ -350,13 +416,34 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 merge_pair(const char* o_a, const float* lse_a, const char* o_b, const float* lse_b, char* o,
            float* lse, i64 num_tokens, i64 num_heads, i64 num_prefix, const float* scale_ptr,
            double scale STRIDE_PARAMS) {
-  enter();
-  float divisor = (float)scale;
-#if OUT_TYPE == 3
-  if (scale_ptr) divisor = *scale_ptr;
+  let_next_come();
+  Pair p{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads, num_prefix,
+         (float)scale STRIDE_ARGS};
+  PairRows rows(blockIdx.x, p.num_tokens, p.num_heads);
+#if PREFETCH && PDL
+  prefetch_pair_rows(p, rows);
 #endif
-  merge_pair_rows(Pair{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads, num_prefix,
-                       divisor STRIDE_ARGS});
+#if LOOP
+  PairRows next(blockIdx.x + gridDim.x, p.num_tokens, p.num_heads);
+#if PREFETCH && PDL && LOOP > 1
+  prefetch_pair_rows(p, next);
+#endif
+#endif
+  wait_for_previous();
+#if OUT_TYPE == 3
+  if (scale_ptr) p.scale = *scale_ptr;
+#endif
+#if LOOP
+  const u32 all = p.num_tokens * p.num_heads;
+  const u32 tiles = (all + PairRows::SIZE - 1) / PairRows::SIZE;
+  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    if (LOOP == 1 || tile != blockIdx.x)
+      prefetch_pair_rows(p, PairRows(tile + gridDim.x, p.num_tokens, p.num_heads));
+    merge_pair_rows(p, PairRows(tile, p.num_tokens, p.num_heads));
+  }
+#else
+  merge_pair_rows(p, rows);
+#endif
 }
 
 #else
@@ -439,7 +526,7 @@ __device__ __forceinline__ void merge_many_rows(const Many& p) {
   __shared__ float partial[SPLIT][WIDTH][GROUP_THREADS];
   __shared__ Mass masses[SPLIT][GROUP_THREADS];
 #endif
-  const Tile<PASS_ROWS> rows(p.num_tokens, p.num_heads);
+  const Tile<PASS_ROWS> rows(blockIdx.x, p.num_tokens, p.num_heads);
   const int group = SPLIT > 1 ? threadIdx.x / GROUP_THREADS : 0;
   const int tid = SPLIT > 1 ? threadIdx.x % GROUP_THREADS : threadIdx.x;
 #pragma unroll 1
@@ -555,7 +642,8 @@ __device__ __forceinline__ void merge_many_rows(const Many& p) {
 extern "C" __global__ void __launch_bounds__(THREADS)
 merge_many(STATE_PARAMS, const void* counts, char* out, float* out_lse, JUMP_PARAMS i64 num_states,
            i64 num_tokens, i64 num_heads STRIDE_PARAMS) {
-  enter();
+  let_next_come();
+  wait_for_previous();
   merge_many_rows(Many{STATE_ARGS, counts, out, out_lse, (u32)num_states, (u32)num_tokens,
                        (u32)num_heads STRIDE_ARGS});
 }

@@ -6,10 +6,12 @@ A program owns ROWS rows (token, head), reads their LSEs, computes their weights
     w_i = exp(l_i - M) / sum_j exp(l_j - M)    o = sum_i w_i o_i    l = M + ln sum_j exp(l_j - M)
 
 +inf counts as -inf, and outputs of weight 0 are selected away. With SPECULATE, for problems so
-small that latency decides, they are loaded before the weights are known; else they are not read.
+small that latency decides, they are loaded before the weights are known, and rows must fit a tile;
+else they are not read.
 IN_PLACE puts a barrier between the last read and the first write of a program, since a row's LSE
 is read by several warps and written by one. With PDL a kernel may be launched while the one ahead
-of it still runs; it waits for that one before it touches memory, and lets the next come as early.
+of it still runs; it waits for that one before it touches memory, but for bringing it to L2 with
+PREFETCH, and lets the next come as early.
 
 Strides of outputs come in units of VEC elements, so that the compiler sees their alignment. This
 module imports Triton; go through ``triton_merge``.
@@ -40,6 +42,34 @@ def _offsets(rows, num_heads, width, stride_t, stride_h, STRIDED: tl.constexpr):
     else:
         offsets = rows.to(tl.int64) * width
     return offsets
+
+
+@triton.jit
+def _prefetch(ptrs):
+    """Have the lines of these addresses brought to L2, where all kernels see the same."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [ptrs.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _prefetch_rows(o_ptr, rows, BLOCK_D: tl.constexpr):
+    """Have rows of outputs, given by their offsets, brought to L2."""
+    LINE: tl.constexpr = 1024 // o_ptr.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (BLOCK_D + LINE - 1) // LINE
+    _prefetch(o_ptr + rows[:, None] + tl.arange(0, LINES)[None, :] * LINE)
+
+
+@triton.jit
+def _read(o_ptr, rows, columns, mask, inside):
+    """A tile of outputs as float32, 0 where masked."""
+    at = rows[:, None] + columns[None, :]
+    return tl.load(o_ptr + at, mask=mask[:, None] & inside[None, :], other=0.0).to(tl.float32)
 
 
 def _merge_pair_kernel(
@@ -74,18 +104,34 @@ def _merge_pair_kernel(
     HAS_B: tl.constexpr,
     SCALED: tl.constexpr,
     SPECULATE: tl.constexpr,
+    PREFETCH: tl.constexpr,
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < num_tokens * num_heads
-    at = _offsets(rows, num_heads, 1, stride_lse_a_t, stride_lse_a_h, STRIDED)
-    lse_a = _read_lse(lse_a_ptr + at, live)
-    at = _offsets(rows, num_heads, 1, stride_lse_b_t, stride_lse_b_h, STRIDED)
-    lse_b = _read_lse(lse_b_ptr + at, live)
+    at_lse_a = lse_a_ptr + _offsets(rows, num_heads, 1, stride_lse_a_t, stride_lse_a_h, STRIDED)
+    at_lse_b = lse_b_ptr + _offsets(rows, num_heads, 1, stride_lse_b_t, stride_lse_b_h, STRIDED)
+    width: tl.constexpr = HEAD_DIM // VEC
+    at_a = _offsets(rows, num_heads, width, stride_o_a_t, stride_o_a_h, STRIDED) * VEC
+    at_b = _offsets(rows, num_heads, width, stride_o_b_t, stride_o_b_h, STRIDED) * VEC
+    at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED) * VEC
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH:
+            _prefetch(tl.where(live, at_lse_a, lse_a_ptr))
+            _prefetch(tl.where(live, at_lse_b, lse_b_ptr))
+            _prefetch_rows(o_a_ptr, tl.where(live, at_a, 0), BLOCK_D)
+            if HAS_B:
+                _prefetch_rows(o_b_ptr, tl.where(live, at_b, 0), BLOCK_D)
+        tl.extra.cuda.gdc_wait()
+    lse_a = _read_lse(at_lse_a, live)
+    lse_b = _read_lse(at_lse_b, live)
+    if SPECULATE:
+        columns = tl.arange(0, BLOCK_D)
+        a = _read(o_a_ptr, at_a, columns, live, columns < HEAD_DIM)
+        if HAS_B:
+            b = _read(o_b_ptr, at_b, columns, live, columns < HEAD_DIM)
     has_prefix = (num_prefix < 0) | (rows < num_prefix * num_heads)
     lse_a = tl.where(has_prefix, lse_a, float("-inf"))
     peak = tl.maximum(lse_a, lse_b)  # drops a NaN, which exp brings back
@@ -99,34 +145,17 @@ def _merge_pair_kernel(
     w_b = tl.where(empty, 0.0, tl.div_rn(e_b, total))
     lse = peak + tl.log(total)
 
-    width: tl.constexpr = HEAD_DIM // VEC
-    at_a = _offsets(rows, num_heads, width, stride_o_a_t, stride_o_a_h, STRIDED)
-    at_b = _offsets(rows, num_heads, width, stride_o_b_t, stride_o_b_h, STRIDED)
-    at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED)
-    read_a = live if SPECULATE else live & (w_a != 0.0)
-    read_b = live if SPECULATE else live & (w_b != 0.0)
     for start in tl.static_range(0, HEAD_DIM, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         inside = columns < HEAD_DIM
-        a = tl.load(
-            o_a_ptr + at_a[:, None] * VEC + columns[None, :],
-            mask=read_a[:, None] & inside[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        if HAS_B:
-            b = tl.load(
-                o_b_ptr + at_b[:, None] * VEC + columns[None, :],
-                mask=read_b[:, None] & inside[None, :],
-                other=0.0,
-            ).to(tl.float32)
         if SPECULATE:
             o = tl.where((w_a != 0.0)[:, None], w_a[:, None] * a, 0.0)
             if HAS_B:
                 o += tl.where((w_b != 0.0)[:, None], w_b[:, None] * b, 0.0)
         else:
-            o = w_a[:, None] * a
+            o = w_a[:, None] * _read(o_a_ptr, at_a, columns, live & (w_a != 0.0), inside)
             if HAS_B:
-                o += w_b[:, None] * b
+                o += w_b[:, None] * _read(o_b_ptr, at_b, columns, live & (w_b != 0.0), inside)
         if SCALED:
             divisor = tl.load(scale_ptr) if SCALED == 2 else scale  # 2: the scale is on the device
             o = tl.div_rn(o, tl.zeros_like(o) + divisor)
@@ -135,7 +164,7 @@ def _merge_pair_kernel(
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(
-            o_ptr + at_o[:, None] * VEC + columns[None, :],
+            o_ptr + at_o[:, None] + columns[None, :],
             o.to(o_ptr.dtype.element_ty),
             mask=live[:, None] & inside[None, :],
         )

@@ -30,12 +30,15 @@ class Tuning(NamedTuple):
         small_limit: Most bytes of an output for which both sides are loaded before the weights
             are known; beyond, a side of weight 0 is not read.
         pdl: Let a kernel start while the one ahead of it still runs, where the device can.
+        prefetch: Have a two-way merge bring what it reads to L2 before it waits for the kernel
+            ahead, if both sides are loaded before the weights are known.
     """
 
     warps: int = 4
     vectors: int = 1
     small_limit: int = 1 << 24
     pdl: bool = True
+    prefetch: bool = True
 
 
 TUNING = Tuning()
@@ -110,7 +113,9 @@ def prepare_pair(
         *_strides(out_lse, (heads, 1), 1),
     )
     speculate = o_a.numel() * o_a.element_size() <= tuning.small_limit
+    speculate = speculate and head_dim <= shape["BLOCK_D"]
     fixed = {**shape, "STRIDED": strided, "HAS_B": o_b is not None, "SPECULATE": speculate}
+    fixed["PREFETCH"] = tuning.prefetch and speculate
     fp32 = torch.float32
     pointers = (o_a.dtype, fp32, o_a.dtype, fp32, out_dtype, fp32)
     module = _kernels()[0]

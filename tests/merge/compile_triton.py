@@ -94,6 +94,7 @@ def main() -> None:
                     "HAS_B": True,
                     "SCALED": scaled,
                     "SPECULATE": speculate,
+                    "PREFETCH": speculate and arch >= 90,
                     "IN_PLACE": in_place,
                     "PDL": arch >= 90,
                 }
@@ -104,7 +105,10 @@ def main() -> None:
                 if not aligned:
                     kernel = triton_kernels.merge_pair_any
                 what = f"pair {dtype} {dim} sm_{arch} aligned={aligned}"
-                check(build(kernel, pointers, constants, arch), what, aligned and out == dtype)
+                compiled = build(kernel, pointers, constants, arch)
+                check(compiled, what, aligned and out == dtype)
+                prefetches = "prefetch.global.L2" in compiled.asm["ptx"]
+                assert prefetches == constants["PREFETCH"], f"{what} prefetches: {prefetches}"
         many = [(8, False, False), (40, True, False), (5, False, True)]
         for states, counts, separate in many if arch == 90 else many[:1]:
             o = torch.empty(1, 1, 128, dtype=bf16)

@@ -11,9 +11,12 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from attn_backends import driver
+from torch._C._dynamo.guards import _empty_strided_cpu
+
+from attn_backends import driver, layouts
 from attn_backends.merge import cuda_merge, dispatch, many, nvrtc, pair
 
 COMPILER = shutil.which("g++") or shutil.which("c++")
@@ -31,7 +34,7 @@ PRELUDE = r"""
 #define __shared__ static
 #define __launch_bounds__(...)
 struct Dim { unsigned x; };
-static Dim threadIdx, blockIdx;
+static Dim threadIdx, blockIdx, gridDim;
 struct float2 { float x, y; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
@@ -55,6 +58,7 @@ static void thread_main() {
 static void run(long grid, std::function<void()> kernel) {
   const size_t size = 1 << 16;
   body = kernel;
+  gridDim.x = grid;
   if (!stacks) stacks = (char*)malloc(size * THREADS);
   for (long block = 0; block < grid; ++block) {
     blockIdx.x = block;
@@ -87,7 +91,10 @@ static Vec load_vec(const char* p) {
   return v;
 }
 static float load_lse(const float* p) { return *p == INF ? -INF : *p; }
-static void enter() {}
+static void let_next_come() {}
+static void wait_for_previous() {}
+static void prefetch(const void* p) {}
+static void prefetch_bulk(const void* p, u32 bytes) {}
 static float reciprocal(float x) { return 1.f / x; }
 static float half_to_float(u16 bits) { _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
 static u32 round_half(float f) {
@@ -152,10 +159,18 @@ def install(monkeypatch: Any, folder: Path) -> None:
             failure = self.kernel(ctypes.c_long(self.grid), (ctypes.c_int64 * len(words))(*words))
             assert failure == 0, {1: "a divergent barrier", 2: "a misaligned vector"}[failure]
 
+        def filled(self, stream: int, *args: Any) -> driver.Filled:
+            def call(*args: Any) -> int:
+                self(*args)
+                return 0
+
+            return driver.Filled((stream, *args), SimpleNamespace(_call=call))  # type: ignore
+
     monkeypatch.setattr(nvrtc, "load_kernel", load_kernel)
     monkeypatch.setattr(driver, "Launch", Launch)
     monkeypatch.setattr(driver, "current_device", lambda: None)
     monkeypatch.setattr(driver, "current_stream", lambda index: 0)
+    monkeypatch.setattr(layouts, "_empty_strided_cuda", _empty_strided_cpu)
     monkeypatch.setattr(cuda_merge, "has_pdl", lambda device: False)
     monkeypatch.setitem(dispatch._REASONS, "cuda", dispatch._kernel_reasons)
     pair.forget()
