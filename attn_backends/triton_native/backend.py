@@ -103,12 +103,19 @@ class TritonBackend(AttentionBackend):
         device: torch.device | None,
         options: BackendOptions | None,
     ) -> list[Reason]:
-        """What stands against the Hopper prefill, if the options insist on it."""
-        if not isinstance(options, TritonOptions) or not options.hopper:
+        """What stands against cuts or a kernel that the options insist on."""
+        if not isinstance(options, TritonOptions):
             return []
+        reasons = []
+        if spec.batch_invariant:  # keys are cut at fixed positions, by one kernel for all rows
+            for name in ("num_splits", "split_keys", "short_rows"):
+                if (value := getattr(options, name)) is not None:
+                    reasons.append(Reason(name, str(value), "None with batch_invariant=True"))
+        if not options.hopper:
+            return reasons
         from .hopper_prefill import hopper_reasons
 
-        reasons = hopper_reasons(spec, device)
+        reasons += hopper_reasons(spec, device)
         # These take other kernels for every row, so that the option would say nothing.
         if spec.batch_invariant:
             reasons.append(Reason("batch_invariant", "True", "False with hopper=True"))
