@@ -10,16 +10,15 @@ import torch
 from ..errors import Reason
 from ..spec import AttentionSpec
 from .registry import TABLE
+from .shipped import MEASURED
 from .tuning import TuningRow, load_tuning
 
 _PYTORCH = ("torch_varlen", "torch_flex", "torch_sdpa", "torch_native")
 _REFERENCE_FIRST = ("torch_native", "torch_sdpa", "torch_flex", "torch_varlen")
 
-#: Order by architecture and phase. On sm90 it follows docs/results/h200 (decode, prefill, extend:
-#: the libraries called directly beside ``triton``); elsewhere it is declared from what the
-#: libraries publish. A tuning file goes before it. Backends not named come last, so that ``auto``
-#: takes one that nobody has ranked or measured only when no other can do the call.
-SHIPPED: dict[str, dict[str, tuple[str, ...]]] = {
+#: Declared by architecture and phase: on sm90 from docs/results/h200 (decode, prefill, extend: the
+#: libraries called directly beside ``triton``), elsewhere from what the libraries publish.
+_DECLARED: dict[str, dict[str, tuple[str, ...]]] = {
     "cpu": {"prefill": _REFERENCE_FIRST, "decode": _REFERENCE_FIRST},
     "sm80": {
         "prefill": ("flash_attention", "flashinfer", "triton", *_PYTORCH),
@@ -41,13 +40,41 @@ SHIPPED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-#: Where an order of ``SHIPPED`` was measured; the others are declared.
-_MEASURED = {"sm90": "measured on an H200 (docs/results/h200)"}
+#: Where an order that no tuning file gave was measured otherwise; the others are declared.
+_OTHERWISE = {"sm90": "measured on an H200 (docs/results/h200)"}
+
+
+def _shipped() -> dict[str, dict[str, tuple[str, ...]]]:
+    """The measured orders, with what was not measured behind, in the declared order."""
+    found = {key: dict(phases) for key, phases in _DECLARED.items()}
+    for key, measured in MEASURED.items():
+        for phase, order in measured.orders.items():
+            found[key][phase] = tuple(dict.fromkeys((*order, *_DECLARED[key][phase])))
+    return found
+
+
+#: Order by architecture and phase: what ``attn-backends tune`` measured for this release, else
+#: what is declared. A tuning file goes before it. Backends not named come last, so that ``auto``
+#: takes one that nobody has ranked or measured only when no other can do the call.
+SHIPPED = _shipped()
 
 
 def source_of(key: str) -> str:
     """Whether an order of ``SHIPPED`` was measured, and where."""
-    return _MEASURED.get(key, "declared, not measured")
+    if key in MEASURED:
+        found = MEASURED[key]
+        return f"measured on {found.gpu}, {found.date} ({found.file})"
+    return _OTHERWISE.get(key, "declared, not measured")
+
+
+def shipped_order(key: str, phase: str, bucket: str) -> tuple[str, ...]:
+    """The shipped order for a kind of shape: that of its own row, if there is one, goes first."""
+    row = MEASURED[key].rows.get((phase, bucket), {}) if key in MEASURED else {}
+    fastest = sorted(row, key=row.__getitem__)
+    if not fastest:
+        return SHIPPED[key][phase]
+    *others, last = SHIPPED[key][phase]  # the reference, whatever its time
+    return tuple(dict.fromkeys((*(n for n in fastest if n != last), *others, last)))
 
 
 def architecture(device: torch.device) -> str:
@@ -93,7 +120,7 @@ class Ranking:
 
     Attributes:
         row: The measured row, if the tuning file has one for the call.
-        shipped: The declared order.
+        shipped: The order that ships.
         source: Where the order comes from, in words.
     """
 
@@ -136,7 +163,7 @@ def ranking(
         InvalidInputError: The tuning file cannot be read.
     """
     key = architecture(device)
-    shipped = SHIPPED[key][phase]
+    shipped = shipped_order(key, phase, shape_bucket(spec))
     source = f"shipped ranking for {key}, {source_of(key)}"
     row = None
     if tuning_file is not None:
@@ -151,4 +178,4 @@ def ranking(
 
 
 __all__ = ["SHIPPED", "Ranking", "architecture", "device_name", "ranking", "shape_bucket"]
-__all__ += ["source_of"]
+__all__ += ["shipped_order", "source_of"]

@@ -46,6 +46,7 @@ def host_case(x: Inputs, names: Sequence[str]) -> Found:
         work |= {(name, part): call for part, call in calls.items()}
         if "run" not in calls:
             found.refused.append(point.refusal(name, _NO_QUEUE, "host"))
+    measure_host(work, x.device)  # the thread and its clock warm up
     for (name, part), times in measure_host(work, x.device).items():
         row = {
             "bench": f"host-{part}", "case": case.row(), "backend": name, "mode": "host",

@@ -225,7 +225,9 @@ class Call:
             stages = config.stages
             if not self.share:
                 stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
-            return launcher_of("split", constants, self._warps(config), stages, chain)
+            return launcher_of(
+                "split", constants, self._warps(config), stages, chain, FORMS["registers"]
+            )
 
         self.split = self._launcher(("split", config, plan.c0, pdl), split_launcher)
         plan, table = self.plan, self.table

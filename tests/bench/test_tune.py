@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import attn_backends as ab
+from attn_backends.bench import ship
 from attn_backends.bench import tune as module
 from attn_backends.bench.presets import Preset, preset
 from attn_backends.bench.roofline import ModelShape
@@ -19,10 +20,14 @@ from attn_backends.registry import (
     TuningPoint,
     TuningRow,
     load_tuning,
+    ranking,
     shape_bucket,
+    shipped,
     write_tuning,
 )
+from attn_backends.registry.shipped import Measured
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY = {"batches": (1,), "lengths": (8, 16)}
 TOY = ModelShape("toy", 4, 2, 16, 1)
@@ -277,3 +282,47 @@ def test_a_point_that_fails_for_all_is_kept_and_the_next_is_measured(
     for row in outcome.tuning.rows:
         assert {p.kv_len: bool(p.median_us) for p in row.points} == {8: False, 16: True}
         assert "out of memory" in row.points[0].refused["torch_native"]
+
+
+def _h200(file: Path) -> str:
+    gpu, meta = "NVIDIA H200", {"date": "2026-01-02", "commit": "abc1234"}
+    rows = [
+        TuningRow(device=gpu, phase="decode", bucket="A", median_us={"x": 2.0, "y": 4.0}),
+        TuningRow(device=gpu, phase="decode", bucket="B", median_us={"y": 1.0, "x": 1.5}),
+        TuningRow(device=gpu, phase="prefill", bucket="A", median_us={"torch_native": 1.0, "y": 2}),
+    ]
+    write_tuning(file, TuningFile(meta={**meta, "devices": {gpu: meta}}, rows=rows))
+    return str(file)
+
+
+def test_shipped_rankings_come_from_tuning_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ship.table([_h200(tmp_path / "tuning.json")])
+    made: dict[str, Any] = {"Measured": Measured}
+    exec(text, made)
+    found = made["MEASURED"]["sm90"]
+    assert (found.gpu, found.date, found.commit) == ("NVIDIA H200", "2026-01-02", "abc1234")
+    assert found.orders == {"prefill": ("y",), "decode": ("x", "y")}  # 1.22 against 1.41
+    assert found.rows["decode", "B"] == {"y": 1.0, "x": 1.5}
+    monkeypatch.setattr(ranking, "MEASURED", made["MEASURED"])
+    order = ranking.shipped_order("sm90", "decode", "B")
+    assert order[:2] == ("y", "x") and order[-1] == "torch_native"
+    assert ranking.shipped_order("sm90", "prefill", "A")[0] == "y"
+    assert ranking.shipped_order("sm90", "decode", "C") == ranking.SHIPPED["sm90"]["decode"]
+    assert "measured on NVIDIA H200, 2026-01-02" in ranking.source_of("sm90")
+
+
+def test_no_architecture_is_guessed_or_given_twice(tmp_path: Path) -> None:
+    file = _h200(tmp_path / "tuning.json")
+    with pytest.raises(SystemExit, match="sm90 was in a file before"):
+        ship.table([file, file])
+    with pytest.raises(SystemExit, match="gpu=GeForce"):
+        ship.architecture_of("GeForce")
+
+
+def test_the_module_that_ships_is_made_from_the_published_files() -> None:
+    files = sorted((ROOT / "docs/results").glob("*/tuning.json"))
+    assert ship.written([str(f) for f in files]) == Path(shipped.__file__).read_text(), (
+        "run python -m attn_backends.bench.ship docs/results/*/tuning.json"
+    )
