@@ -1,14 +1,122 @@
-"""What all adapters share: a device that was not known when they were bound is checked by plans."""
+"""What all adapters share: checks that wait for the first plan, and runs that repeat the last."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from ..backend import AttentionBackend
+from .. import driver
+from ..backend import AttentionBackend, RunExtras
 from ..batch import Batch
 from ..capacity import Capacity
 from ..errors import UnsupportedCallError
+from ..layouts import empty, guard
+from ..output import AttentionOutput
 from ..plan import Plan
+from .arrange import Arrangement
+
+#: Computes q, k, v that need no preparation, and writes to the output if there is one.
+DirectCall = Callable[[torch.Tensor, torch.Tensor, Any, Any], AttentionOutput]
+
+#: Layouts that a plan learns; layers that keep changing them take the ordinary way.
+_MOST_LAYOUTS = 8
+_new = tuple.__new__
+
+
+def _never(*tensors: Any) -> bool:
+    return False
+
+
+class Repeat:
+    """A run with tensors laid out as before: one comparison, and then the library.
+
+    Args:
+        q: Queries of the run before.
+        k: Keys.
+        v: Values, or None.
+        out: Outputs, if the caller gave them.
+        call: What computes tensors like these.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        out: AttentionOutput | None,
+        call: DirectCall,
+    ) -> None:
+        self._call = call
+        self._given, self._without_v = out is not None, v is None
+        self._index = q.device.index if q.device.type == "cuda" else None
+        self._fits = guard(*[x for x in (q, k, v, *(out or ())) if x is not None]) or _never
+
+    def __call__(self, q: Any, k: Any, v: Any, extras: Any, out: Any) -> AttentionOutput | None:
+        """Run on these tensors; None if they need the ordinary way, with its checks."""
+        if extras is not None or (v is None) is not self._without_v:
+            return None
+        if (out is not None) is not self._given:
+            return None
+        tensors = (q, k) if v is None else (q, k, v)
+        if out is not None:
+            try:
+                out = _new(AttentionOutput, out)
+                tensors = (*tensors, *out)
+            except TypeError:  # the checks will name it
+                return None
+        if not self._fits(*tensors):
+            return None
+        if (q.data_ptr() | k.data_ptr() | (0 if v is None else v.data_ptr())) & 15:
+            return None
+        if self._index is not None and driver.current_device() != self._index:
+            return None
+        return self._call(q, k, v, out)
+
+
+class AdapterPlan(Plan):
+    """A plan that learns, from a run, how the next layer can go straight to the library."""
+
+    work: Arrangement
+    _learned = 0
+
+    def outputs(self, q: torch.Tensor) -> AttentionOutput:
+        """Uninitialised outputs for rows ``q [T', H, D]``, which are on the current device."""
+        spec, (rows, heads) = self.spec, q.shape[:2]
+        if q.device.type != "cuda":
+            o = torch.empty(rows, heads, spec.dv, dtype=spec.out_dtype, device=q.device)
+            return AttentionOutput(o, torch.empty(rows, heads, device=q.device))
+        index, shape = q.device.index, (rows, heads, spec.dv)
+        o = empty(shape, (heads * spec.dv, spec.dv, 1), spec.out_dtype, index)
+        return AttentionOutput(o, empty((rows, heads), (heads, 1), torch.float32, index))
+
+    def learn(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        extras: RunExtras,
+        out: AttentionOutput | None,
+        call: DirectCall,
+    ) -> None:
+        """Keep a run that was made, if it needed nothing but ``call``.
+
+        Args:
+            q: Queries as the caller gave them.
+            k: Keys.
+            v: Values, or None.
+            extras: The optional inputs.
+            out: Outputs, if given.
+            call: What computes q, k, v as they are; the caller knows that they need no copy.
+        """
+        work = self.work
+        whole = work.rows is None and work.empty is None and q.shape[0] == work.batch.total_q
+        if not whole or self.check_always or not self.spec.scale:
+            return
+        if self._learned < _MOST_LAYOUTS and all(x is None for x in extras):
+            self._learned += 1
+            self.repeat = Repeat(q, k, v, out, call)
 
 
 class AdapterBackend(AttentionBackend):
@@ -33,4 +141,4 @@ class AdapterBackend(AttentionBackend):
         return super().plan(batch, capacity)
 
 
-__all__ = ["AdapterBackend"]
+__all__ = ["AdapterBackend", "AdapterPlan", "DirectCall", "Repeat"]

@@ -17,6 +17,8 @@ What its kernels promise, and what is done about it here:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +31,15 @@ from ..errors import Reason
 from ..packages import Probe, probe
 from ..spec import AttentionSpec
 from .arrange import Arrangement, arrange, with_host_lengths
-from .flash_build import FlashBuild, FlashCall, kernel_scale, padded_dims_reasons, round_up
-from .tensors import DenseKeysOfPlan, aligned, page_width, widen
+from .flash_build import (
+    FlashBuild,
+    FlashCall,
+    aligned_tensors,
+    kernel_scale,
+    padded_dims_reasons,
+    round_up,
+)
+from .tensors import DenseKeysOfPlan, Tensors, aligned, page_width, widen
 
 _FEATURES = frozenset(
     ("ragged", "paged", "causal", "bidirectional", "window", "softcap", "alibi", "batch_invariant")
@@ -113,52 +122,46 @@ class FlashAttention2(FlashBuild):
         width = round_up(max(spec.head_dim, spec.dv), 8)
         window, max_k = safe_bounds(spec, batch.max_seqlen_q, batch.max_seqlen_k)
         dense = DenseKeysOfPlan(work, spec)
+        varlen = self._varlen(spec)
+        fixed = dict(
+            cu_seqlens_q=batch.cu_seqlens_q,
+            max_seqlen_q=max(batch.max_seqlen_q, 2),
+            max_seqlen_k=max_k,
+            window_size=window,
+        )
 
-        def call(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
             keys = dense.of(k)
-            tensors = (q, keys.take(k), keys.take(v))
-            o, lse = self._varlen(
-                *(aligned(widen(x, width)) for x in tensors),
-                cu_seqlens_q=batch.cu_seqlens_q,
-                cu_seqlens_k=keys.cu_seqlens,
-                max_seqlen_q=max(batch.max_seqlen_q, 2),
-                max_seqlen_k=max_k,
-                softmax_scale=kernel_scale(spec),
-                causal=spec.causal,
-                window_size=window,
-                softcap=spec.softcap or 0.0,
-                alibi_slopes=extras.alibi_slopes,
-            )
-            return o[..., : spec.dv], lse.transpose(0, 1)  # lse [H, T]
+            return tuple(aligned(widen(x, width)) for x in (q, keys.take(k), keys.take(v)))
 
-        return call
+        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v = ready
+            slopes = extras.alibi_slopes
+            o, lse = varlen(q=q, k=k, v=v, cu_seqlens_k=dense.starts, alibi_slopes=slopes, **fixed)[
+                :2
+            ]
+            return o, lse.transpose(0, 1)  # lse [H, T]
+
+        return FlashCall(tensors, library, spec.dv)
 
     def _paged(self, work: Arrangement, spec: AttentionSpec) -> FlashCall:
         batch = work.batch
         window, max_k = safe_bounds(spec, batch.max_seqlen_q, batch.max_seqlen_k)
+        varlen = self._varlen(spec)
+        fixed = dict(
+            block_table=batch.page_table,
+            max_seqlen_q=max(batch.max_seqlen_q, 2),
+            max_seqlen_k=max_k,
+            window_size=window,
+            **self._paged_lengths(batch),
+        )
 
-        def call(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            o, lse = self._varlen_paged(
-                aligned(q),
-                aligned(k),
-                aligned(v),
-                batch=batch,
-                block_table=batch.page_table,
-                max_seqlen_q=max(batch.max_seqlen_q, 2),
-                max_seqlen_k=max_k,
-                softmax_scale=kernel_scale(spec),
-                causal=spec.causal,
-                window_size=window,
-                softcap=spec.softcap or 0.0,
-                alibi_slopes=extras.alibi_slopes,
-            )
+        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v = ready
+            o, lse = varlen(q=q, k=k, v=v, alibi_slopes=extras.alibi_slopes, **fixed)[:2]
             return o, lse.transpose(0, 1)  # lse [H, T]
 
-        return call
+        return FlashCall(aligned_tensors, library, spec.dv)
 
     def _decode(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
         batch, page_size = work.batch, spec.page_size
@@ -166,40 +169,34 @@ class FlashAttention2(FlashBuild):
         room = page_width(batch, page_size)
         window, needed = safe_bounds(spec, 1, room)
         table = wide_enough(batch.page_table, page_size, needed)
-        module = self.module
+        function = partial(
+            self.module.flash_attn_with_kvcache,
+            cache_seqlens=batch.seqlens_k,
+            block_table=table,
+            window_size=window,
+            num_splits=options.num_splits,
+            return_softmax_lse=True,
+            **_scores(spec),
+        )
 
-        def call(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            o, lse = module.flash_attn_with_kvcache(
-                q=aligned(q).unsqueeze(1),
-                k_cache=aligned(k),
-                v_cache=aligned(v),
-                cache_seqlens=batch.seqlens_k,
-                block_table=table,
-                softmax_scale=kernel_scale(spec),
-                causal=spec.causal,
-                window_size=window,
-                softcap=spec.softcap or 0.0,
-                alibi_slopes=extras.alibi_slopes,
-                num_splits=options.num_splits,
-                return_softmax_lse=True,
-            )[:2]
+        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v = ready
+            slopes = extras.alibi_slopes
+            o, lse = function(q=q.unsqueeze(1), k_cache=k, v_cache=v, alibi_slopes=slopes)[:2]
             return o.squeeze(1), lse.squeeze(2)  # lse [B, H, 1]
 
-        return call
+        return FlashCall(aligned_tensors, library, spec.dv)
 
-    def _varlen(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    def _varlen(self, spec: AttentionSpec) -> Callable[..., Any]:
+        """The varlen entry point, with what the spec fixes; returns o and the LSE first."""
         function = self.module.flash_attn_varlen_func
-        return function(q=q, k=k, v=v, return_attn_probs=True, **arguments)[:2]
+        return partial(function, return_attn_probs=True, **_scores(spec))
 
-    def _varlen_paged(self, q: Any, k: Any, v: Any, *, batch: Batch, **arguments: Any) -> Any:
-        # Lengths come from the running sum; with pages it says nothing about places.
+    def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Lengths come from the running sum; with pages it says nothing about places."""
         starts = torch.zeros_like(batch.cu_seqlens_q)
         torch.cumsum(batch.seqlens_k, 0, dtype=torch.int32, out=starts[1:])
-        return self._varlen(
-            q, k, v, cu_seqlens_q=batch.cu_seqlens_q, cu_seqlens_k=starts, **arguments
-        )
+        return {"cu_seqlens_q": batch.cu_seqlens_q, "cu_seqlens_k": starts}
 
 
 class VllmFlashAttention2(FlashAttention2):
@@ -232,13 +229,17 @@ class VllmFlashAttention2(FlashAttention2):
         dense = self.takes_dense_keys(spec, options)
         return self._ragged(work, spec) if dense else self._paged(work, spec)
 
-    def _varlen(self, q: Any, k: Any, v: Any, **arguments: Any) -> Any:
+    def _varlen(self, spec: AttentionSpec) -> Callable[..., Any]:
         function = self.module.flash_attn_varlen_func
-        return function(q=q, k=k, v=v, return_softmax_lse=True, fa_version=2, **arguments)[:2]
+        return partial(function, return_softmax_lse=True, fa_version=2, **_scores(spec))
 
-    def _varlen_paged(self, q: Any, k: Any, v: Any, *, batch: Batch, **arguments: Any) -> Any:
-        arguments.update(cu_seqlens_q=batch.cu_seqlens_q, seqused_k=batch.seqlens_k)
-        return self._varlen(q, k, v, **arguments)
+    def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"cu_seqlens_q": batch.cu_seqlens_q, "seqused_k": batch.seqlens_k}
+
+
+def _scores(spec: AttentionSpec) -> dict[str, Any]:
+    """What the spec says of scores, as both entry points take it."""
+    return dict(softmax_scale=kernel_scale(spec), causal=spec.causal, softcap=spec.softcap or 0.0)
 
 
 def vllm_reasons(found: Probe, version: int) -> list[Reason]:

@@ -14,7 +14,7 @@ What its kernels promise, and what is done about it here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +26,14 @@ from ..packages import Probe, probe
 from ..spec import FP8_DTYPES, AttentionSpec
 from .arrange import Arrangement
 from .fa2 import vllm_reasons
-from .flash_build import FlashBuild, FlashCall, kernel_scale, padded_dims_reasons, round_up
-from .tensors import DenseKeysOfPlan, aligned, widen
+from .flash_build import (
+    FlashBuild,
+    FlashCall,
+    kernel_scale,
+    padded_dims_reasons,
+    round_up,
+)
+from .tensors import DenseKeysOfPlan, Tensors, aligned, widen
 
 _CAPABILITIES = Capabilities(
     devices=("cuda",),
@@ -49,6 +55,9 @@ _CAPABILITIES = Capabilities(
         )
     ),
 )
+
+#: ``(q, k, v, **what differs from run to run)`` gives the output and the LSE first.
+Entry = Callable[..., Any]
 
 #: Keys per tile that a head dim may get, for 16-bit and for fp8 inputs, by compiled width.
 _TILES = {64: (128, 160, 192), 96: (128, 144), 128: (128, 176), 192: (96, 112, 128), 256: (64, 80)}
@@ -197,49 +206,51 @@ class FlashAttention3(FlashBuild):
         scales = FixedScales(batch.num_seqs, spec.num_kv_heads, batch.device)
         dense = DenseKeysOfPlan(work, spec)
 
-        def call(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            arguments = dict(common)
-            if mla:
-                q, k, v, arguments["qv"] = split_latent(q, k, v)
-            if fp8:
-                arguments["k_descale"] = scales.of("k", extras.k_scale)
-                arguments["v_descale"] = scales.of("v", extras.v_scale)
-            if paged:
-                o, lse = self._paged(aligned(q), aligned(k), aligned(v), work, arguments)
-            else:
-                keys = dense.of(k)
-                q, k = aligned(widen(q, d)), aligned(widen(keys.take(k), d))
-                v = aligned(widen(keys.take(v), dv))
-                arguments["cu_seqlens_k"] = keys.cu_seqlens
-                arguments["max_seqlen_k"] = max(batch.max_seqlen_k, 1)
-                o, lse = self._ragged(q, k, v, arguments)
-            if o.shape[-1] != spec.dv:
-                o = o[..., : spec.dv]
-            return o, lse.transpose(0, 1)  # lse [H, T]
+        entry = self._paged(work, common) if paged else self._ragged(work, common)
 
-        return call
+        def tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+            latent: Tensors = ()
+            if mla:
+                q, k, v, query = split_latent(q, k, v)
+                latent = (query,)
+            if not paged:
+                keys = dense.of(k)
+                q, k, v = widen(q, d), widen(keys.take(k), d), widen(keys.take(v), dv)
+            return (aligned(q), aligned(k), aligned(v), *latent)
+
+        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
+            more: dict[str, torch.Tensor | None] = {}
+            if mla:
+                more["qv"] = ready[3]
+            if fp8:
+                more["k_descale"] = scales.of("k", extras.k_scale)
+                more["v_descale"] = scales.of("v", extras.v_scale)
+            if not paged:
+                more["cu_seqlens_k"] = dense.starts
+            result = entry(*ready[:3], **more)
+            return result[0], result[1].transpose(0, 1)  # lse [H, T]
+
+        return FlashCall(tensors, library, spec.dv)
 
     def _skip_unused_slots(self, work: Arrangement) -> dict[str, torch.Tensor]:
         return {"cache_leftpad": torch.zeros_like(work.batch.seqlens_k)}
 
-    def _ragged(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
+    def _ragged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
+        """The entry point for keys back to back, with everything that a plan fixes."""
         function = self.module.flash_attn_varlen_func
-        result = function(q=q, k=k, v=v, return_attn_probs=True, **arguments)
-        return result[0], result[1]
+        fixed = dict(common, max_seqlen_k=max(work.batch.max_seqlen_k, 1), return_attn_probs=True)
+        return lambda q, k, v, **more: function(q=q, k=k, v=v, **fixed, **more)
 
-    def _paged(self, q: Any, k: Any, v: Any, work: Arrangement, arguments: dict[str, Any]) -> Any:
-        result = self.module.flash_attn_with_kvcache(
-            q=q,
-            k_cache=k,
-            v_cache=v,
+    def _paged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
+        """The entry point for pages, with everything that a plan fixes."""
+        function = self.module.flash_attn_with_kvcache
+        fixed = dict(
+            common,
             cache_seqlens=work.batch.seqlens_k,
             page_table=work.batch.page_table,
             return_softmax_lse=True,
-            **arguments,
         )
-        return result[0], result[1]
+        return lambda q, k, v, **more: function(q=q, k_cache=k, v_cache=v, **fixed, **more)
 
 
 class VllmFlashAttention3(FlashAttention3):
@@ -274,23 +285,19 @@ class VllmFlashAttention3(FlashAttention3):
     def _skip_unused_slots(self, work: Arrangement) -> dict[str, torch.Tensor]:
         raise AssertionError("refused by extra_reasons")
 
-    def _call(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
-        if "qv" in arguments:
-            arguments["q_v"] = arguments.pop("qv")
+    def _ragged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
         function = self.module.flash_attn_varlen_func
-        result = function(q=q, k=k, v=v, return_softmax_lse=True, fa_version=3, **arguments)
-        return result[0], result[1]
+        longest = max(work.batch.max_seqlen_k, 1)
+        fixed = dict(common, max_seqlen_k=longest, return_softmax_lse=True, fa_version=3)
 
-    def _ragged(self, q: Any, k: Any, v: Any, arguments: dict[str, Any]) -> Any:
-        return self._call(q, k, v, arguments)
+        def entry(q: Any, k: Any, v: Any, *, qv: Any = None, **more: Any) -> Any:
+            return function(q=q, k=k, v=v, q_v=qv, **fixed, **more)
 
-    def _paged(self, q: Any, k: Any, v: Any, work: Arrangement, arguments: dict[str, Any]) -> Any:
-        arguments.update(
-            seqused_k=work.batch.seqlens_k,
-            block_table=work.batch.page_table,
-            max_seqlen_k=max(work.batch.max_seqlen_k, 1),
-        )
-        return self._call(q, k, v, arguments)
+        return entry
+
+    def _paged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
+        lengths = dict(seqused_k=work.batch.seqlens_k, block_table=work.batch.page_table)
+        return self._ragged(work, {**common, **lengths})
 
 
 class FixedScales:

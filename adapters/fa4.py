@@ -18,8 +18,14 @@ from ..errors import Reason
 from ..packages import Probe, probe
 from ..spec import AttentionSpec
 from .arrange import Arrangement
-from .flash_build import FlashBuild, FlashCall, kernel_scale, padded_dims_reasons, round_up
-from .tensors import DenseKeysOfPlan, aligned, widen
+from .flash_build import (
+    FlashBuild,
+    FlashCall,
+    kernel_scale,
+    padded_dims_reasons,
+    round_up,
+)
+from .tensors import DenseKeysOfPlan, Tensors, aligned, widen
 
 #: Keys in its smallest tile.
 _TILE = 64
@@ -62,7 +68,7 @@ class FlashAttention4(FlashBuild):
         """Varlen for everything; with pages, lengths come from ``seqused_k``."""
         batch = work.batch
         d, dv = round_up(spec.head_dim, 8), round_up(spec.dv, 8)
-        common = dict(
+        common: dict[str, Any] = dict(
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=max(batch.max_seqlen_q, 1),
             max_seqlen_k=max(batch.max_seqlen_k, 1),
@@ -76,20 +82,22 @@ class FlashAttention4(FlashBuild):
         function = self.module.flash_attn_varlen_func
         dense = DenseKeysOfPlan(work, spec)
 
-        def call(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            if paged:
-                where = dict(seqused_k=batch.seqlens_k, page_table=batch.page_table)
-            else:
-                keys = dense.of(k)
-                where = dict(cu_seqlens_k=keys.cu_seqlens)
-                q, k, v = widen(q, d), widen(keys.take(k), d), widen(keys.take(v), dv)
-            q, k, v = aligned(q), aligned(k), aligned(v)
-            o, lse = function(q=q, k=k, v=v, **where, **common)[:2]
-            return o[..., : spec.dv], lse.transpose(0, 1)  # lse [H, T]
+        if paged:
+            common.update(seqused_k=batch.seqlens_k, page_table=batch.page_table)
 
-        return call
+        def tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+            if not paged:
+                keys = dense.of(k)
+                q, k, v = widen(q, d), widen(keys.take(k), d), widen(keys.take(v), dv)
+            return aligned(q), aligned(k), aligned(v)
+
+        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v = ready
+            starts = None if paged else dense.starts
+            o, lse = function(q=q, k=k, v=v, cu_seqlens_k=starts, **common)[:2]
+            return o, lse.transpose(0, 1)  # lse [H, T]
+
+        return FlashCall(tensors, library, spec.dv)
 
 
 __all__ = ["FlashAttention4"]

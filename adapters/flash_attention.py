@@ -15,7 +15,7 @@ from ..errors import Reason
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
-from .adapter import AdapterBackend
+from .adapter import AdapterBackend, AdapterPlan
 from .arrange import empty_rows, no_keys, restore, take_rows
 from .fa2 import FlashAttention2, VllmFlashAttention2
 from .fa3 import FlashAttention3, VllmFlashAttention3
@@ -48,7 +48,7 @@ class FlashAttentionOptions(BackendOptions):
     windows over a cache are gathered first, and some loads by tile are avoided or refused."""
 
 
-class FlashAttentionPlan(Plan):
+class FlashAttentionPlan(AdapterPlan):
     """A batch as the chosen build takes it."""
 
     def __init__(
@@ -198,8 +198,11 @@ class FlashAttentionBackend(AdapterBackend):
             return no_keys(q, self.spec, out)
         values = k[..., : self.spec.dv] if v is None else v
         rows = kernel_query(take_rows(q, plan.work), self.spec)
-        o, lse = plan.call(rows, k, values, extras)
-        return restore(o, lse, plan.work, q.shape[0], out)
+        o, lse, as_given = plan.call(rows, k, values, extras)
+        result = restore(o, lse, plan.work, q.shape[0], out)
+        if as_given:
+            plan.learn(q, k, v, extras, out, plan.call.direct)
+        return result
 
 
 def candidates(options: FlashAttentionOptions, device: torch.device | None) -> list[FlashBuild]:

@@ -13,15 +13,55 @@ from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
 from ..errors import Reason
+from ..output import AttentionOutput
 from ..packages import Probe
 from ..spec import AttentionSpec
 from .arrange import Arrangement, arrange
-from .tensors import leaves_keys_behind
+from .tensors import Tensors, aligned, leaves_keys_behind
 
-#: Computes ``(o [T', H, DV], lse [T', H])`` of the arranged rows ``q [T', H, D]``.
-FlashCall = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, RunExtras], tuple[torch.Tensor, torch.Tensor]
-]
+NO_EXTRAS = RunExtras()
+
+
+class FlashCall:
+    """A planned batch in the hands of a build; everything that layers share is fixed.
+
+    Args:
+        tensors: Brings ``q [T', H, D]``, k and v into the form that the library takes.
+        library: Computes ``(o [T', H, >= DV], lse [T', H])`` of what ``tensors`` gives.
+        dv: DV.
+    """
+
+    def __init__(
+        self,
+        tensors: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors],
+        library: Callable[[Tensors, RunExtras], tuple[torch.Tensor, torch.Tensor]],
+        dv: int,
+    ) -> None:
+        self.tensors = tensors
+        self.library = library
+        self.dv = dv
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """``(o [T', H, DV], lse [T', H])``, and whether the tensors needed no preparation."""
+        ready = self.tensors(q, k, v)
+        o, lse = self.library(ready, extras)
+        as_given = len(ready) == 3 and ready[0] is q and ready[1] is k and ready[2] is v
+        if o.shape[-1] != self.dv:
+            return o[..., : self.dv], lse, False
+        return o, lse, as_given
+
+    def direct(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None
+    ) -> AttentionOutput:
+        """The same for tensors that the library takes as they are."""
+        state = AttentionOutput(*self.library((q, k, v), NO_EXTRAS))
+        if out is None:
+            return state
+        out.o.copy_(state.o)
+        out.lse.copy_(state.lse)
+        return out
 
 
 class FlashBuild(ABC):
@@ -114,6 +154,11 @@ def padded_dims_reasons(
     return reasons
 
 
+def aligned_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+    """Tensors that need nothing but rows at multiples of 16 bytes: those of a paged cache."""
+    return aligned(q), aligned(k), aligned(v)
+
+
 def kernel_scale(spec: AttentionSpec) -> float:
     """The scale for a kernel; 1 in place of 0, together with ``kernel_query``."""
     return spec.scale if spec.scale else 1.0
@@ -132,6 +177,7 @@ def round_up(value: int, multiple: int) -> int:
 __all__ = [
     "FlashBuild",
     "FlashCall",
+    "aligned_tensors",
     "kernel_query",
     "kernel_scale",
     "padded_dims_reasons",

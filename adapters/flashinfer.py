@@ -29,7 +29,7 @@ from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import FP8_DTYPES, AttentionSpec
-from .adapter import AdapterBackend
+from .adapter import AdapterBackend, AdapterPlan
 from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
 from .flashinfer_calls import calls_for, is_mla
 from .flashinfer_pages import HostBatch
@@ -64,7 +64,7 @@ def probe_flashinfer() -> Probe:
     )
 
 
-class FlashInferPlan(Plan):
+class FlashInferPlan(AdapterPlan):
     """A batch planned in a wrapper that no other plan uses.
 
     Attributes:
@@ -113,6 +113,15 @@ class FlashInferPlan(Plan):
                 raise
             raise explained from error
         self.planned = planned(self.batch.device)
+
+    def direct(
+        self, q: torch.Tensor, k: torch.Tensor, v: Any, out: AttentionOutput | None
+    ) -> AttentionOutput:
+        """A run on tensors that need no preparation; ``v`` is None or unused with MLA."""
+        out = self.outputs(q) if out is None else out
+        self.calls.run(self.wrapper, (q, k, v), out.o, out.lse, None)
+        out.lse.mul_(LN2)
+        return out
 
     def update(self, batch: Batch) -> None:
         """Plan another batch into the fixed buffers; see the base class.
@@ -220,10 +229,9 @@ class FlashInferBackend(AdapterBackend):
         spec, work = self.spec, plan.work
         if plan.wrapper is None:
             return no_keys(q, spec, out)
-        if v is None:
-            v = k[..., : spec.dv]
-        elif is_mla(spec):
+        if v is not None and is_mla(spec):
             check_latent(k, v)
+        keys, values = k, k[..., : spec.dv] if v is None else v
         rows = take_rows(q, work)
         if rows.shape[0] != work.batch.total_q:  # a captured graph takes the whole capacity
             raise InvalidInputError.of("q.shape[0]", q.shape[0], f"{work.batch.total_q}")
@@ -233,17 +241,21 @@ class FlashInferBackend(AdapterBackend):
         if out is not None and direct:
             o, lse = out
         else:
-            o = torch.empty(*rows.shape[:2], spec.dv, dtype=spec.out_dtype, device=q.device)
-            lse = torch.empty(rows.shape[:2], dtype=torch.float32, device=q.device)
+            o, lse = plan.outputs(rows)
         if plan.ragged:
-            keys = plan.dense.of(k)
-            k, v = keys.take(k), keys.take(v)
+            visible = plan.dense.of(k)
+            keys, values = visible.take(keys), visible.take(values)
+        ready = plan.calls.tensors(rows, keys, values)
         k_scale = host_scale(extras.k_scale, plan.scales)
-        plan.calls.run(plan.wrapper, rows, k, v, o, lse, k_scale)
+        plan.calls.run(plan.wrapper, ready, o, lse, k_scale)
         lse.mul_(LN2)
         if extras.v_scale is not None:
             o.mul_(per_head(extras.v_scale, spec))
-        return restore(o, lse, work, q.shape[0], None if direct else out)
+        result = restore(o, lse, work, q.shape[0], None if direct else out)
+        as_given = ready[0] is q and ready[1] is k and (is_mla(spec) or ready[2] is v)
+        if as_given and (direct or out is None):
+            plan.learn(q, k, v, extras, out, plan.direct)
+        return result
 
 
 def takes_dense_keys(spec: AttentionSpec, options: FlashInferOptions) -> bool:

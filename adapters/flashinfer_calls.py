@@ -11,7 +11,7 @@ from ..capacity import Capacity
 from ..spec import AttentionSpec
 from .flash_build import kernel_query, kernel_scale
 from .flashinfer_pages import HostBatch, page_lists, starts_of
-from .tensors import aligned
+from .tensors import Tensors, aligned
 
 LATENT, ROPE = 512, 64
 
@@ -53,14 +53,12 @@ class WrapperCalls:
     def run(
         self,
         wrapper: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        ready: Tensors,
         o: torch.Tensor,
         lse: torch.Tensor,
         k_scale: float | None,
     ) -> None:
-        """Write ``o [T, H, DV]`` and the base-2 ``lse [T, H]``."""
+        """Write ``o [T, H, DV]`` and the base-2 ``lse [T, H]`` of what ``tensors`` gave."""
         raise NotImplementedError
 
     def planned_options(self) -> dict[str, Any]:
@@ -85,9 +83,9 @@ class WrapperCalls:
             options["disable_split_kv"] = True
         return options
 
-    def query(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries as the kernels want them."""
-        return aligned(kernel_query(q, self.spec))
+    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        """Queries, keys and values as the kernels want them; the same objects if they fit."""
+        return aligned(kernel_query(q, self.spec)), aligned(k), aligned(v)
 
 
 class PagedCalls(WrapperCalls):
@@ -118,24 +116,25 @@ class PagedCalls(WrapperCalls):
             **self.planned_options(),
         )
 
+    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        """The kernels read K and V with one set of strides."""
+        q, k, v = super().tensors(q, k, v)
+        if k.stride() != v.stride():
+            k, v = k.contiguous(), v.contiguous()
+        return q, k, v
+
     def run(
         self,
         wrapper: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        ready: Tensors,
         o: torch.Tensor,
         lse: torch.Tensor,
         k_scale: float | None,
     ) -> None:
-        """The kernels read K and V with one set of strides."""
-        k, v = aligned(k), aligned(v)
-        if k.stride() != v.stride():
-            k, v = k.contiguous(), v.contiguous()
+        """The scale of keys goes into the scale of scores."""
+        q, k, v = ready
         extra = {} if k_scale is None else {"k_scale": k_scale}
-        wrapper.run(
-            q=self.query(q), paged_kv_cache=(k, v), out=o, lse=lse, return_lse=True, **extra
-        )
+        wrapper.run(q=q, paged_kv_cache=(k, v), out=o, lse=lse, return_lse=True, **extra)
 
 
 class RaggedCalls(WrapperCalls):
@@ -162,15 +161,14 @@ class RaggedCalls(WrapperCalls):
     def run(
         self,
         wrapper: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        ready: Tensors,
         o: torch.Tensor,
         lse: torch.Tensor,
         k_scale: float | None,
     ) -> None:
         """K and V may have strides of their own here."""
-        wrapper.run(q=self.query(q), k=aligned(k), v=aligned(v), out=o, lse=lse, return_lse=True)
+        q, k, v = ready
+        wrapper.run(q=q, k=k, v=v, out=o, lse=lse, return_lse=True)
 
 
 class MlaCalls(WrapperCalls):
@@ -223,18 +221,20 @@ class MlaCalls(WrapperCalls):
             **arrays,
         )
 
+    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        """Values are lanes of ``k``, and are not looked at."""
+        return aligned(kernel_query(q, self.spec)), aligned(k), v
+
     def run(
         self,
         wrapper: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        ready: Tensors,
         o: torch.Tensor,
         lse: torch.Tensor,
         k_scale: float | None,
     ) -> None:
         """``q [T, H, 576]`` and a cache ``[num_pages, page_size, 1, 576]``, each in two parts."""
-        q, k = self.query(q), aligned(k.squeeze(2))
+        q, k = ready[0], ready[1].squeeze(2)
         queries, keys = (q[..., :LATENT], q[..., LATENT:]), (k[..., :LATENT], k[..., LATENT:])
         if hasattr(self.module.mla, "MLAPlanMetadata"):
             wrapper.run(query=queries, kv_cache=keys, out=o, lse=lse, return_lse=True)

@@ -10,6 +10,8 @@ from ..batch import Batch
 from ..spec import AttentionSpec
 from .arrange import Arrangement
 
+Tensors = tuple[torch.Tensor, ...]
+
 #: Kernels load 16 bytes at a time, so rows must start at multiples of that.
 _BYTES = 16
 
@@ -22,7 +24,8 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     ok = x.data_ptr() % _BYTES == 0 and (x.shape[-1] <= 1 or x.stride(-1) == 1)
     for length, stride in zip(x.shape[:-1], x.stride()[:-1]):
         ok = ok and (length <= 1 or (stride * size) % _BYTES == 0)
-    return x if ok else x.contiguous()
+    # A contiguous view into other memory may start anywhere, and `contiguous` would return it.
+    return x if ok else x.clone(memory_format=torch.contiguous_format)
 
 
 def widen(x: torch.Tensor, width: int) -> torch.Tensor:
@@ -135,6 +138,12 @@ class DenseKeysOfPlan:
             self.rows = k.shape[0]
         return self.keys
 
+    @property
+    def starts(self) -> torch.Tensor:
+        """``[B+1]`` int32, starts of the keys that were asked for last."""
+        assert self.keys is not None
+        return self.keys.cu_seqlens
+
 
 def page_width(batch: Batch, page_size: int) -> int:
     """Keys that the page table has room for, per sequence."""
@@ -145,6 +154,7 @@ def page_width(batch: Batch, page_size: int) -> int:
 __all__ = [
     "DenseKeys",
     "DenseKeysOfPlan",
+    "Tensors",
     "aligned",
     "dense_keys",
     "leaves_keys_behind",

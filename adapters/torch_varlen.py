@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,16 +25,22 @@ from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import AttentionSpec
-from .adapter import AdapterBackend
+from .adapter import AdapterBackend, AdapterPlan
 from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
 from .fa2 import safe_bounds
 from .flash_build import kernel_query, kernel_scale, padded_dims_reasons, round_up
-from .tensors import DenseKeysOfPlan, aligned, leaves_keys_behind, widen
+from .tensors import DenseKeysOfPlan, Tensors, aligned, leaves_keys_behind, widen
 
 
 def probe_varlen() -> Probe:
     """PyTorch's varlen module, which came with 2.10."""
     return probe("torch.nn.attention.varlen", attribute="varlen_attn", distribution="torch")
+
+
+def _module() -> ModuleType:
+    module = probe_varlen().module
+    assert module is not None
+    return module
 
 
 @cache
@@ -63,7 +70,7 @@ def heads_first(module: ModuleType) -> bool:
     return tuple(lse.shape) == (3, 5)
 
 
-class TorchVarlenPlan(Plan):
+class TorchVarlenPlan(AdapterPlan):
     """A batch as ``varlen_attn`` takes it."""
 
     backend: TorchVarlenBackend
@@ -77,6 +84,60 @@ class TorchVarlenPlan(Plan):
         self.work = arrange(lengths, self.spec, capacity)
         self.dense = DenseKeysOfPlan(self.work, self.spec)
         self.idle = self.work.batch.num_seqs == 0
+        self.gathers = self.spec.page_size is None or leaves_keys_behind(self.spec)
+        width = round_up(max(self.spec.head_dim, self.spec.dv), 8)
+        self.width = width if self.gathers else self.spec.head_dim
+        self._arguments = {} if self.idle else self._fixed()
+
+    def _fixed(self) -> dict[str, Any]:
+        """Arguments that all layers share, of those that this PyTorch has."""
+        spec, batch = self.spec, self.work.batch
+        max_q = max(batch.max_seqlen_q, 2)  # with 1 it assumes one query for every sequence
+        window, max_k = safe_bounds(spec, max_q, batch.max_seqlen_k)
+        arguments: dict[str, Any] = dict(
+            cu_seq_q=batch.cu_seqlens_q,
+            max_q=max_q,
+            max_k=max_k,
+            return_aux=_module().AuxRequest(lse=True),
+            scale=kernel_scale(spec),
+        )
+        if accepts("window_size"):
+            arguments["window_size"] = window
+        else:
+            arguments["is_causal"] = spec.causal
+        if accepts("enable_gqa"):
+            arguments["enable_gqa"] = spec.group_size > 1
+        if accepts("num_splits") and spec.batch_invariant:
+            arguments["num_splits"] = 1
+        if not self.gathers:
+            arguments.update(seqused_k=batch.seqlens_k, block_table=batch.page_table)
+        return arguments
+
+    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        """Tensors as the operator takes them; the same objects if they fit."""
+        if self.gathers:
+            keys = self.dense.of(k)
+            k, v = keys.take(k), keys.take(v)
+        q, k, v = (widen(x, self.width) for x in (q, k, v))
+        return aligned(kernel_query(q, self.spec)), aligned(k), aligned(v)
+
+    def call(self, ready: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(o [T', H, >= DV], lse [T', H])`` of what ``tensors`` gave."""
+        q, k, v = ready
+        starts = self.dense.starts if self.gathers else None
+        module = _module()
+        o, lse = module.varlen_attn(query=q, key=k, value=v, cu_seq_k=starts, **self._arguments)
+        if q.shape[0] != q.shape[1]:
+            first = lse.shape[0] == q.shape[1]
+        else:
+            first = heads_first(module)  # the shape cannot tell
+        return o, lse.transpose(0, 1) if first else lse
+
+    def direct(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None
+    ) -> AttentionOutput:
+        """A run on tensors that need no preparation."""
+        return restore(*self.call((q, k, v)), self.work, q.shape[0], out)
 
     def on_update(self) -> None:
         """Mark the empty rows of the new lengths, in the buffer a captured graph reads."""
@@ -146,52 +207,14 @@ class TorchVarlenBackend(AdapterBackend):
         spec, work = self.spec, plan.work
         if plan.idle:
             return no_keys(q, spec, out)
-        v = k[..., : spec.dv] if v is None else v
-        rows = take_rows(q, work)
-        o, lse = call_varlen(plan, rows, k, v)
-        return restore(o[..., : spec.dv], lse, work, q.shape[0], out)
-
-
-def call_varlen(
-    plan: TorchVarlenPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(o [T', H, >= DV], lse [T', H])`` of the arranged rows."""
-    spec, batch = plan.spec, plan.work.batch
-    module = probe_varlen().module
-    assert module is not None
-    max_q = max(batch.max_seqlen_q, 2)  # with 1 it assumes one query for every sequence
-    window, max_k = safe_bounds(spec, max_q, batch.max_seqlen_k)
-    arguments = dict(
-        cu_seq_q=batch.cu_seqlens_q,
-        max_q=max_q,
-        max_k=max_k,
-        return_aux=module.AuxRequest(lse=True),
-        scale=kernel_scale(spec),
-    )
-    if accepts("window_size"):
-        arguments["window_size"] = window
-    else:
-        arguments["is_causal"] = spec.causal
-    if accepts("enable_gqa"):
-        arguments["enable_gqa"] = spec.group_size > 1
-    if accepts("num_splits") and spec.batch_invariant:
-        arguments["num_splits"] = 1
-    if spec.page_size is None or leaves_keys_behind(spec):
-        keys = plan.dense.of(k)
-        width = round_up(max(spec.head_dim, spec.dv), 8)
-        q, k, v = widen(q, width), widen(keys.take(k), width), widen(keys.take(v), width)
-        arguments["cu_seq_k"] = keys.cu_seqlens
-    else:
-        arguments["cu_seq_k"] = None
-        arguments["seqused_k"] = batch.seqlens_k
-        arguments["block_table"] = batch.page_table
-    q = aligned(kernel_query(q, spec))
-    o, lse = module.varlen_attn(query=q, key=aligned(k), value=aligned(v), **arguments)
-    if q.shape[0] != q.shape[1]:
-        first = lse.shape[0] == q.shape[1]
-    else:
-        first = heads_first(module)  # the shape cannot tell
-    return o, lse.transpose(0, 1) if first else lse
+        values = k[..., : spec.dv] if v is None else v
+        ready = plan.tensors(take_rows(q, work), k, values)
+        o, lse = plan.call(ready)
+        result = restore(o[..., : spec.dv], lse, work, q.shape[0], out)
+        as_given = ready[0] is q and ready[1] is k and ready[2] is v
+        if as_given and plan.width == spec.dv:
+            plan.learn(q, k, v, extras, out, plan.direct)
+        return result
 
 
 __all__ = ["TorchVarlenBackend", "probe_varlen"]

@@ -1,0 +1,180 @@
+"""Layers of a step: after the first run a call is recognised and goes straight to the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from standin_flash import flash_attn_2, flash_attn_3, flash_attn_4, vllm
+from standin_flashinfer import flashinfer
+from standin_varlen import varlen
+from support import Call, assert_close, make_call, reference, run
+
+from attn_backends import backend as backend_module
+from attn_backends.adapters.flash_attention import FlashAttentionBackend
+from attn_backends.adapters.flashinfer import FlashInferBackend
+from attn_backends.adapters.torch_varlen import TorchVarlenBackend
+from attn_backends.errors import InvalidInputError
+from attn_backends.output import AttentionOutput
+from attn_backends.spec import AttentionSpec
+
+
+def flash(spec: AttentionSpec, **options: Any) -> FlashAttentionBackend:
+    chosen = FlashAttentionBackend.Options.model_validate(options)
+    return FlashAttentionBackend(spec, device="cpu", options=chosen)
+
+
+def infer(spec: AttentionSpec) -> FlashInferBackend:
+    return FlashInferBackend(spec, device="cpu", options=FlashInferBackend.Options(workspace_mb=1))
+
+
+def modules_3() -> dict[str, Any]:
+    module, config = flash_attn_3()
+    return {"flash_attn_interface": module, "flash_attn_config": config}
+
+
+#: Modules, what binds, page size; every way in which a plan calls its library.
+WAYS: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[AttentionSpec], Any], int | None]] = {
+    "fa2-ragged": (lambda: {"flash_attn": flash_attn_2()}, lambda s: flash(s, version="2"), None),
+    "fa2-paged": (lambda: {"flash_attn": flash_attn_2()}, lambda s: flash(s, version="2"), 256),
+    "fa2-vllm": (vllm, lambda s: flash(s, version="2", source="vllm"), 16),
+    "fa3-ragged": (modules_3, lambda s: flash(s, version="3"), None),
+    "fa3-paged": (modules_3, lambda s: flash(s, version="3"), 16),
+    "fa3-vllm": (vllm, lambda s: flash(s, version="3", source="vllm"), 16),
+    "fa4-paged": (
+        lambda: {"flash_attn.cute": flash_attn_4()}, lambda s: flash(s, version="4"), 16,
+    ),
+    "flashinfer-ragged": (flashinfer, infer, None),
+    "flashinfer-paged": (flashinfer, infer, 16),
+    "torch-varlen": (
+        lambda: {"torch.nn.attention.varlen": varlen("2.13")},
+        lambda s: TorchVarlenBackend(s, device="cpu"), None,
+    ),
+}  # fmt: skip
+LENGTHS = {"decode": ([1, 1, 1], [5, 40, 33]), "mixed": ([5, 3, 1], [9, 17, 4])}
+
+
+def spec(**fields: Any) -> AttentionSpec:
+    base = dict(num_heads=4, num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    return AttentionSpec(**{**base, **fields})
+
+
+@pytest.fixture
+def bound(install: Any, on_cpu: None) -> Callable[..., Any]:
+    def bind(way: str, **fields: Any) -> Any:
+        modules, make, page_size = WAYS[way]
+        install(**modules())
+        return make(spec(page_size=page_size, **fields))
+
+    return bind
+
+
+def layer(call: Call, seed: int) -> Call:
+    """The same step with other tensors."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return torch.randn(x.shape, generator=rng).to(x.dtype)
+
+    return call._replace(q=other(call.q), k=other(call.k), v=other(call.v))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "out"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("way", WAYS)
+def test_later_layers_are_not_checked_again_and_are_right(
+    way: str, lengths: str, given: bool, bound: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = bound(way)
+    call = make_call(backend.spec, *LENGTHS[lengths])
+    plan = backend.plan(call.batch)
+
+    def attend(call: Call) -> AttentionOutput:
+        if not given:
+            return run(backend, call, plan)
+        o = torch.full((*call.q.shape[:2], backend.spec.dv), float("nan"), dtype=torch.float16)
+        out = (o, torch.full(o.shape[:2], float("nan")))
+        got = backend.run(call.q, call.k, call.v, plan, out=out)
+        assert got.o is o and got.lse is out[1]
+        return got
+
+    assert_close(attend(call), reference(call))
+    layers = [layer(call, seed) for seed in (1, 2)]
+    wanted = [reference(other) for other in layers]
+    monkeypatch.setattr(backend_module, "check_qkv", None)
+    monkeypatch.setattr(backend_module, "check_extras", None)  # calling either would raise
+    for other, want in zip(layers, wanted):
+        assert_close(attend(other), want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_is_laid_out_otherwise_takes_the_ordinary_way(way: str, bound: Any) -> None:
+    backend = bound(way)
+    call = make_call(backend.spec, *LENGTHS["mixed"])
+    plan = backend.plan(call.batch)
+    run(backend, call, plan)
+    odd = torch.empty(call.q.numel() + 1, dtype=call.q.dtype)[1:].view(call.q.shape)
+    odd.copy_(call.q)  # rows at no multiple of 16 bytes
+    wide = torch.zeros(*call.q.shape[:2], 2 * call.q.shape[2], dtype=call.q.dtype)
+    wide[..., : call.q.shape[2]] = call.q
+    for q in (odd, wide[..., : call.q.shape[2]]):
+        assert_close(run(backend, call._replace(q=q), plan), reference(call))
+        assert_close(run(backend, layer(call, 3), plan), reference(layer(call, 3)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bad_input_is_named_as_on_the_first_run(way: str, bound: Any) -> None:
+    backend = bound(way)
+    call = make_call(backend.spec, *LENGTHS["mixed"])
+    plan = backend.plan(call.batch)
+    run(backend, call, plan)
+    q, k, v = call.q, call.k, call.v
+    sinks = torch.zeros(3)
+    for field, bad, more in (
+        ("q.dtype", (q.bfloat16(), k, v), {}),
+        ("q.shape", (q[1:], k, v), {}),
+        ("q", (None, k, v), {}),
+        ("v", (q, k, v[..., :32]), {}),
+        ("requires_grad", (q.clone().requires_grad_(), k, v), {}),
+        ("sinks.shape", (q, k, v), {"sinks": sinks}),
+        ("out.o", (q, k, v), {"out": (q[1:], sinks)}),
+    ):
+        with torch.enable_grad(), pytest.raises(InvalidInputError, match=field):
+            backend.run(*bad, plan, **more)
+    assert_close(run(backend, call, plan), reference(call))
+
+
+@pytest.mark.parametrize("way", ["fa2-paged", "fa3-ragged", "flashinfer-paged", "torch-varlen"])
+def test_rows_without_keys_and_a_scale_of_zero_are_never_left_to_the_library(
+    way: str, bound: Any
+) -> None:
+    backend = bound(way)
+    call = make_call(backend.spec, [2, 1, 4], [3, 0, 2])
+    plan = backend.plan(call.batch)
+    for seed in range(3):
+        other = layer(call, seed)
+        assert_close(run(backend, other, plan), reference(other))
+    assert plan.repeat is None
+    flat = bound(way, sm_scale=0.0)
+    call = make_call(flat.spec, *LENGTHS["decode"])
+    plan = flat.plan(call.batch)
+    for _ in range(2):
+        assert_close(run(flat, call, plan), reference(call))
+    assert plan.repeat is None
+
+
+def test_options_of_a_run_are_not_lost_on_later_layers(bound: Any) -> None:
+    backend = bound("fa2-paged", has_alibi=True)
+    call = make_call(backend.spec, *LENGTHS["mixed"])
+    plan = backend.plan(call.batch)
+    for seed in range(3):
+        other = layer(call, seed)
+        assert_close(run(backend, other, plan), reference(other))
+    backend = bound("fa3-paged")
+    call = make_call(backend.spec, *LENGTHS["mixed"])
+    plan = backend.plan(call.batch)
+    run(backend, call, plan)
+    with_sinks = call._replace(kwargs={"sinks": torch.arange(4.0)})
+    assert_close(run(backend, with_sinks, plan), reference(with_sinks))
