@@ -488,6 +488,33 @@ def groups() -> dict[str, list[CheckCase]]:
             c("three d64 p16", UNEQUAL, head_dim=64, page_size=16, variant={"consumers": 3}),
             c("three d64 p1", UNEQUAL, head_dim=64, page_size=1, variant={"consumers": 3}),
         ],
+        "lazy": [
+            c("lazy", variant={"lazy": True}), c("lazy long", LONG, variant={"lazy": True}),
+            c("lazy unequal", UNEQUAL, variant={"lazy": True}),
+            c("lazy low", UNEQUAL, logits=-300.0, variant={"lazy": True}),
+            c("lazy high", UNEQUAL, logits=300.0, variant={"lazy": True}),
+            c("lazy steep", LONG, scale=1.0, variant={"lazy": True}),
+            c("lazy scale 0", scale=0.0, variant={"lazy": True}),
+            c("lazy window", LONG, window=(300, 0), variant={"lazy": True}),
+            c("lazy softcap", UNEQUAL, softcap=30.0, variant={"lazy": True}),
+            c("lazy sinks", UNEQUAL, sinks=True, variant={"lazy": True}),
+            c("lazy fp16", LONG, dtype=half, scale=0.5, variant={"lazy": True}),
+            c("lazy pack", SHORT, page_size=16, variant={"lazy": True, "pack": 4}),
+            c("lazy d256", LONG, head_dim=256, scale=0.5, variant={"lazy": True}),
+            c("lazy d64", LONG, head_dim=64, scale=0.5, variant={"lazy": True}),
+            c("lazy d192", LONG, (4, 4), 192, 128, scale=0.5, variant={"lazy": True}),
+        ],
+        "poly": [
+            c(f"poly {n} d64", LONG, head_dim=64, variant={"poly": n}) for n in (1, 2, 3, 4)
+        ] + [
+            c("poly low", UNEQUAL, head_dim=64, logits=-300.0, variant={"poly": 2}),
+            c("poly steep", LONG, head_dim=64, scale=1.0, variant={"poly": 2, "lazy": True}),
+            c("poly fp16", LONG, head_dim=64, dtype=half, variant={"poly": 2}),
+            c("poly d128", LONG, variant={"poly": 1, "lazy": True}),
+            c("poly three", LONG, head_dim=64, variant={"poly": 2, "consumers": 3}),
+            c("poly window", LONG, head_dim=64, window=(300, 0), variant={"poly": 2}),
+            c("poly full", UNEQUAL, head_dim=64, causal=False, variant={"poly": 2}),
+        ],
         "chosen": [
             c("chosen ragged", forced=False), c("chosen short", SHORT, (32, 8), forced=False),
             c("chosen long", LONG, (32, 8), forced=False),

@@ -102,27 +102,34 @@ def variants(point: Point) -> dict[str, Any]:
     def of(**changes: Any) -> Any:
         return Variant(**{"block_n": n, "stages": stages, **changes})
 
-    out = {"chosen": chosen, "dyn": of(), "static": of(dynamic=False)}
+    out = {"chosen": chosen, "dyn": of(), "lazy": of(lazy=True)}
+    out["static lazy"] = of(dynamic=False, lazy=True)
     if dim <= 128:
         out["1c"] = of(block_n=64 if dim == 128 else 128, consumers=1, stages=2)
     if point.page_size is None:
         out["snake"] = of(dynamic=False, snake=True)
-        out["dyn pp"] = of(ping_pong=True)
+        out["snake lazy"] = of(dynamic=False, snake=True, lazy=True)
+        out["lazy pp"] = of(lazy=True, ping_pong=True)
     if point.batch <= 2 or point.kv_len > 4096:
         out["dyn g8"] = of(head_group=8)
+        out["lazy g8"] = of(head_group=8, lazy=True)
     if dim == 64 and point.page_size is None:
-        out["s2"], out["s4"] = of(stages=2), of(stages=4)
+        out["s2"] = of(stages=2)
+        for share in (1, 2):
+            out[f"poly{share}"] = of(poly=share)
+            out[f"lazy poly{share}"] = of(poly=share, lazy=True)
+            out[f"3c poly{share}"] = of(consumers=3, poly=share)
+        out["3c"] = of(consumers=3)
         out["3c n64"] = of(consumers=3, block_n=64, stages=4)
-        out["3c n128"] = of(consumers=3)
+        out["3c n64 poly1"] = of(consumers=3, block_n=64, stages=4, poly=1)
     if dim == 128 and point.page_size is None:
-        out["3c n64"] = of(consumers=3, block_n=64)
-        if point.name.startswith("causal"):
-            out["mbar"] = of(named_empty=False)
+        out["3c n64 lazy"] = of(consumers=3, block_n=64, lazy=True)
+        out["lazy poly1"] = of(poly=1, lazy=True)
     if dim == 256 and point.page_size is None:
-        out["snake pp"] = of(dynamic=False, snake=True, ping_pong=True)
-        out["mbar"] = of(named_empty=False)
+        out["snake lazy pp"] = of(dynamic=False, snake=True, ping_pong=True, lazy=True)
     if point.page_size is not None and point.kv_len > point.q_len:
         out["pack"] = of(pack=4)
+        out["pack lazy"] = of(pack=4, lazy=True)
     seen: dict[Any, str] = {}
     return {k: v for k, v in out.items() if k == "chosen" or seen.setdefault(v, k) == k}
 

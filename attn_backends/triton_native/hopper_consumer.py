@@ -11,8 +11,10 @@ from .hopper_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from .hopper_math import exp2_mixed, rescale
 from .hopper_parts import (
     K_EMPTY,
+    LAZY_GROWTH,
     LN2,
     LOG2E,
     RING,
@@ -132,10 +134,13 @@ def _row_sums(p, BLOCK_N: gl.constexpr):
 def _softmax(s, m, sums, scale, C):
     """One step of the online softmax: p, and the new maximum, sum and factor of what was."""
     m_new = gl.maximum(m, gl.max(s, 1))
+    if C.LAZY:
+        # Any number near the maximum serves; one that stays spares O its factor.
+        m_new = gl.where((m_new - m) * scale > LAZY_GROWTH, m_new, m)
     # A row without any key so far keeps its -inf, but must not subtract it from itself.
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2((m - m_safe) * scale)  # [64]
-    p = gl.exp2(s * scale - (m_safe * scale)[:, None])  # [64, BLOCK_N]
+    p = exp2_mixed(s * scale - (m_safe * scale)[:, None], C.POLY)  # [64, BLOCK_N]
     sums_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
     sums = sums * sums_alpha[:, None] + _row_sums(p, C.BLOCK_N)
     return p, m_new, sums, alpha
@@ -213,7 +218,11 @@ def _attend(
         acc = warpgroup_mma_wait(0, deps=(o_token,))
         _release_values(shared, v_stage, C)
         v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+        o_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+        if C.LAZY:
+            acc = rescale(acc, o_alpha, C.DV // 2)
+        else:
+            acc = acc * o_alpha
         p = gl.convert_layout(p_next, C.P_LAYOUT)
 
     mbarrier.arrive(shared.q_empty, count=1)

@@ -88,6 +88,13 @@ CASES = {
     "d128-pack4-sinks": OfflineCase(variant=Variant(pack=4), sinks=True),
     "d64-three": OfflineCase(64, Variant(consumers=3, stages=3)),
     "d64-three-n64": OfflineCase(64, Variant(consumers=3, block_n=64, stages=4)),
+    "d64-poly": OfflineCase(64, Variant(stages=3, poly=2)),
+    "d128-lazy": OfflineCase(variant=Variant(lazy=True)),
+    "d256-lazy": OfflineCase(256, Variant(block_n=64, lazy=True)),
+    "d64-three-lazy": OfflineCase(64, Variant(consumers=3, stages=3, lazy=True)),
+    "d64-three-poly": OfflineCase(64, Variant(consumers=3, stages=3, poly=2)),
+    "d64-lazy-poly": OfflineCase(64, Variant(stages=3, lazy=True, poly=1)),
+    "d64-three-lazy-poly": OfflineCase(64, Variant(consumers=3, stages=3, lazy=True, poly=2)),
     "d128-three-n64": OfflineCase(variant=Variant(consumers=3, block_n=64)),
 }
 

@@ -7,6 +7,8 @@ WORK_HEADER = gl.constexpr(8)  # ints before the first entry of the work list
 WORK_FIELDS = gl.constexpr(8)  # ints per entry
 RING = gl.constexpr(2)  # tiles the producer may announce ahead
 RING_FIELDS = gl.constexpr(8)
+#: Probabilities stay below 2 to this power, far from overflow even in float16.
+LAZY_GROWTH = gl.constexpr(8.0)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 # Named barriers; Triton itself takes the low ones.
@@ -59,6 +61,8 @@ class Config:
     SNAKE: gl.constexpr
     PING_PONG: gl.constexpr
     NAMED_EMPTY: gl.constexpr
+    LAZY: gl.constexpr  # a maximum is kept until it is exceeded by a factor of 2^LAZY_GROWTH
+    POLY: gl.constexpr  # of 8 exponentials, how many are polynomials
     TOKENS: gl.constexpr  # query tokens per consumer warpgroup
     PRODUCER_WARPS: gl.constexpr
     SLOT_THREADS: gl.constexpr  # threads that meet where a slot is given back
@@ -70,6 +74,7 @@ class Config:
     def __init__(
         self, D, D1, DV, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
+        LAZY, POLY,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.D1 = gl.constexpr(D1)
@@ -88,6 +93,8 @@ class Config:
         self.SNAKE = gl.constexpr(SNAKE)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.NAMED_EMPTY = gl.constexpr(NAMED_EMPTY)
+        self.LAZY = gl.constexpr(LAZY)
+        self.POLY = gl.constexpr(POLY)
         self.TOKENS = gl.constexpr(64 // PACK)
         producer_warps = 4 if GATHER else 1
         self.PRODUCER_WARPS = gl.constexpr(producer_warps)
@@ -183,6 +190,7 @@ def key_tiles(kv_len, pos0, rows, left, right_end, C: gl.constexpr):
 __all__ = [
     "Config",
     "K_EMPTY",
+    "LAZY_GROWTH",
     "LN2",
     "LOG2E",
     "RING",
