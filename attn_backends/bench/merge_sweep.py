@@ -68,9 +68,9 @@ def _cuda_many(states: int) -> dict[str, cuda_merge.Tuning]:
     found = {}
     for threads in (128, 256):
         for spec in (True, False):
-            for hints in (0, 1):
-                name = f"cuda[{threads} {'spec' if spec else 'skip'}{_HINTS[hints]}"
-                shape = cuda_merge.Tuning(threads, 1, ALWAYS if spec else NEVER, hints=hints)
+            for fetch in (0, 1) if spec else (0,):
+                name = f"cuda[{threads} {'spec' if spec else 'skip'}{' fetch' * fetch}"
+                shape = cuda_merge.Tuning(threads, 1, ALWAYS if spec else NEVER, prefetch=fetch)
                 if states <= cuda_merge.MOST_BATCH:
                     found[name + "]"] = shape
                     continue

@@ -88,7 +88,8 @@ def pair_macros(
     rows, threads = block(vectors, tuning.threads, tile_tokens)
     return {
         "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
-        "SPECULATE": int(small), "PDL": int(pdl), "PREFETCH": tuning.prefetch if pdl else 0,
+        "SPECULATE": int(small), "PDL": int(pdl),
+        "PREFETCH": tuning.prefetch if pdl and (small or tuning.waves) else 0,
         "LOOP": tuning.loop if tuning.waves and not tile_tokens else 0, "HINTS": tuning.hints,
     }  # fmt: skip
 
@@ -106,7 +107,8 @@ def many_macros(
     return {
         "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
         "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small),
-        "PDL": int(pdl), "HINTS": tuning.hints,
+        "PDL": int(pdl), "PREFETCH": int(pdl and small and tuning.prefetch > 0),
+        "HINTS": tuning.hints,
     }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ MAX_PLACES = 32  # addresses remembered per kept call
 #: Forms of a call: results are fresh, or have the memory of the first state, or other memory.
 FRESH, OWN, GIVEN = range(3)
 
+Place = tuple[int, tuple[int, ...]]  # stream and addresses
 Settle = Callable[[tuple[int, ...]], "bool | None"]
 Fresh = Callable[[], "tuple[torch.Tensor, torch.Tensor]"]
 
@@ -54,19 +55,19 @@ class Call:
         self._pack = getattr(launch, "pack", None)
         #: By stream and addresses: whether to merge in place (None: do not repeat), or from the
         #: second time on the launch itself.
-        self._places: dict[tuple[int, ...], bool | Filled | None] = {}
+        self._places: dict[Place, bool | Filled | None] = {}
         self._hooked: Any = None
         if path == "triton":  # profilers ask Triton, which does not see launches of the driver
             from ..triton_compiled import is_hooked
 
             self._hooked = is_hooked
 
-    def __call__(self, *addresses: int) -> bool:
+    def run(self, *addresses: int) -> bool:
         """Launch on inputs and outputs of these layouts; False if that takes a closer look."""
         index = self._index
         if driver.current_device() != index or (self._hooked is not None and self._hooked()):
             return False
-        place = (driver.current_stream(index), *addresses)
+        place = (driver.current_stream(index), addresses)
         known = self._places.get(place, self)
         if type(known) is Filled:
             code = known.call(*known.args)
@@ -75,24 +76,24 @@ class Call:
             return True
         return self._first(place) if known is self else self._second(place, known)  # type: ignore
 
-    def _first(self, place: tuple[int, ...]) -> bool:
+    def _first(self, place: Place) -> bool:
         """Launch with addresses that were not seen before."""
         if len(self._places) >= MAX_PLACES:
             self._places.clear()
-        stream, *addresses = place
-        in_place = self._places[place] = self._settle(tuple(addresses))
+        stream, addresses = place
+        in_place = self._places[place] = self._settle(addresses)
         launch = None if in_place is None else self._ready[in_place]
         if launch is None:
             return False
         launch(stream, *(addresses if self._pack is None else self._pack(*addresses)))
         return True
 
-    def _second(self, place: tuple[int, ...], in_place: bool | None) -> bool:
+    def _second(self, place: Place, in_place: bool | None) -> bool:
         """Launch with addresses that come again, and keep what is written for that."""
         launch = None if in_place is None else self._ready[in_place]
         if launch is None:
             return False
-        stream, *addresses = place
+        stream, addresses = place
         args = addresses if self._pack is None else self._pack(*addresses)
         filled = self._places[place] = launch.filled(stream, *args)
         filled()

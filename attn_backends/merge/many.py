@@ -149,7 +149,7 @@ def _repeat(
     for call in _CALLS.known[form].get(name, ()):
         if call.asked == path and call.fits(*tensors):
             o, lse = call.fresh() if out is None else out
-            if call(*[x.data_ptr() for x in inputs], o.data_ptr(), lse.data_ptr()):
+            if call.run(*[x.data_ptr() for x in inputs], o.data_ptr(), lse.data_ptr()):
                 return AttentionOutput(o, lse)
     return None
 

@@ -51,6 +51,7 @@ typedef long long i64;
 #define WIDTH (16 / IN_BYTES)               // elements per vector
 #define OUT_WORDS (WIDTH * OUT_BYTES / 4)   // 32-bit words of a vector in the output
 #define VECTORS (HEAD_DIM / WIDTH)          // vectors per row
+#define LINE 128                            // bytes that L2 fetches at a time
 
 struct Vec { u32 x, y, z, w; };
 
@@ -302,7 +303,7 @@ __device__ __forceinline__ void prefetch_pair_rows(const Pair& p, const PairRows
   }
 #else
   const int column = threadIdx.x % VECTORS * WIDTH, first = threadIdx.x / VECTORS;
-  const bool starts_line = column * IN_BYTES % 128 == 0;
+  const bool starts_line = column * IN_BYTES % LINE == 0;
 #pragma unroll
   for (int k = 0; k < UNROLL; ++k) {
     u32 row, token, head;
@@ -521,6 +522,25 @@ __device__ __forceinline__ void load_lses(
   }
 }
 
+// Bring what a tile of rows reads to L2: rows have all states, at most BATCH a group.
+__device__ __forceinline__ void prefetch_many_rows(const Many& p) {
+  const Tile<PASS_ROWS> rows(blockIdx.x, p.num_tokens, p.num_heads);
+  const int group = SPLIT > 1 ? threadIdx.x / GROUP_THREADS : 0;
+  const int tid = SPLIT > 1 ? threadIdx.x % GROUP_THREADS : threadIdx.x;
+  const int column = tid % VECTORS * WIDTH, r = tid / VECTORS;
+  u32 row, token, head;
+  if (column * IN_BYTES % LINE || r >= PASS_ROWS || !rows.find(r, row, token, head)) return;
+  const i64 at = (row_offset(row, token, head, p.s_o, HEAD_DIM) + column) * IN_BYTES;
+  const i64 at_lse = row_offset(row, token, head, p.s_lse, 1);
+#pragma unroll
+  for (int i = 0; i < BATCH; ++i) {
+    const u32 j = group + i * SPLIT;
+    if (j >= p.num_states) break;
+    prefetch(p.state_o(j) + at);
+    if (!column) prefetch(p.state_lse(j) + at_lse);
+  }
+}
+
 __device__ __forceinline__ void merge_many_rows(const Many& p) {
 #if SPLIT > 1
   __shared__ float partial[SPLIT][WIDTH][GROUP_THREADS];
@@ -643,8 +663,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 merge_many(STATE_PARAMS, const void* counts, char* out, float* out_lse, JUMP_PARAMS i64 num_states,
            i64 num_tokens, i64 num_heads STRIDE_PARAMS) {
   let_next_come();
+  const Many p{STATE_ARGS, counts, out, out_lse, (u32)num_states, (u32)num_tokens,
+               (u32)num_heads STRIDE_ARGS};
+#if PREFETCH && SHORT && !COUNT_BYTES
+  prefetch_many_rows(p);
+#endif
   wait_for_previous();
-  merge_many_rows(Many{STATE_ARGS, counts, out, out_lse, (u32)num_states, (u32)num_tokens,
-                       (u32)num_heads STRIDE_ARGS});
+  merge_many_rows(p);
 }
 #endif

@@ -165,7 +165,7 @@ def _repeat(
         for call in _KNOWN[FRESH].get(o_a.shape, ()):
             if call.asked == path and call.fits(o_a, lse_a, o_b, lse_b):
                 o, lse = call.fresh()
-                if call(
+                if call.run(
                     o_a.data_ptr(), lse_a.data_ptr(), o_b.data_ptr(), lse_b.data_ptr(),
                     o.data_ptr(), lse.data_ptr(),
                 ):  # fmt: skip
@@ -176,12 +176,12 @@ def _repeat(
         for call in _KNOWN[OWN].get(o_a.shape, ()):
             if call.asked == path and call.fits(o_a, lse_a, o_b, lse_b):
                 p_a, l_a = o_a.data_ptr(), lse_a.data_ptr()
-                if call(p_a, l_a, o_b.data_ptr(), lse_b.data_ptr(), p_a, l_a):
+                if call.run(p_a, l_a, o_b.data_ptr(), lse_b.data_ptr(), p_a, l_a):
                     return _new(AttentionOutput, (o, lse))
         return None
     for call in _KNOWN[GIVEN].get(o_a.shape, ()):
         if call.asked == path and call.fits(o_a, lse_a, o_b, lse_b, o, lse):
-            if call(
+            if call.run(
                 o_a.data_ptr(), lse_a.data_ptr(), o_b.data_ptr(), lse_b.data_ptr(),
                 o.data_ptr(), lse.data_ptr(),
             ):  # fmt: skip

@@ -112,6 +112,30 @@ def test_memory_that_a_launch_leaves_is_written_anew(fake):
         assert anew == (n, (9, 1, 1), (32 * n, 1, 1), n, 7, attributes[n - 1], (5, 6, 0.5))
 
 
+def test_a_filled_launch_keeps_its_stream_and_arguments(fake, monkeypatch):
+    library = fake("Qi")
+    launch = driver.Launch(3, (2, 1, 1), 64, "Qi", (0, 5), 1, pdl=True)
+    first, second = launch.filled(7, 70), launch.filled(8, 80)
+    launch(9, 90)
+    launch.anew((4, 1, 1), 1, (1, 1))
+    del launch
+    for filled in (first, second, first):
+        filled()
+    assert [(x[4], x[-1]) for x in library.launches[2:]] == [
+        (7, (70, 5)),
+        (8, (80, 5)),
+        (7, (70, 5)),
+    ]
+    assert all(x[:2] == (3, (2, 1, 1)) and x[5] == [(6, 1)] for x in library.launches[2:])
+    library.codes = [1]
+    with pytest.raises(RuntimeError, match=r"no such thing \(1\)"):
+        first()
+    bound, library.codes = [], [201]
+    monkeypatch.setattr(driver, "bind_context", lambda: bound.append(1))
+    second()  # in a thread without a context
+    assert bound == [1] and library.launches[-1][4] == 8
+
+
 def test_a_refused_launch_raises_with_the_drivers_words(fake):
     library = fake("Q")
     library.codes = [1]
