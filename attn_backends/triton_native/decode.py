@@ -161,7 +161,7 @@ def _split_fwd_kernel(
     k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn
     v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn
     table = table_ptr + b.to(tl.int64) * stride_table
-    unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE, FUSE)
+    unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
     if C0 == 0:
         mid = lo
         if PHASES:

@@ -184,7 +184,7 @@ def _prefill_fwd_kernel(
         ROW_SCALE, FUSE, LANE_SUMS,
     )  # fmt: skip
 
-    m *= score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE, FUSE)
+    m *= score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
     factor = v_factor
     if HAS_V_SCALE:
         factor *= tl.load(v_scale_ptr + kv_head * v_scale_step)

@@ -134,6 +134,21 @@ def key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT: tl.constexpr,
 
 
 @triton.jit
+def exponent_form(m, scale):
+    """``factor`` and ``base`` [ROWS] such that ``exp2(s * factor - base)`` is a row's softmax term.
+
+    One fused step a score: ``(s - m) * scale`` but for the rounding of ``base = m * scale``, which
+    all terms of a row share, so that it cancels, as long as it is small. From 2**28 on it is not;
+    but scores that differ at all are then so far apart that only the peak counts, and a power of
+    two, whose product is exact, serves as the factor.
+    """
+    power = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    base = m * scale
+    large = tl.abs(base) >= 268435456.0
+    return tl.where(large, power, scale), tl.where(large, m * power, base)
+
+
+@triton.jit
 def attend(
     q0, q1, acc0, acc1, m, l,  # noqa: E741
     k_ptr, v_ptr, table_ptr, mask_rows,
@@ -158,7 +173,13 @@ def attend(
     dtype: tl.constexpr = q0.dtype
     accurate: tl.constexpr = dtype == tl.float32
     lanes = tl.arange(0, BLOCK_N)
+    fused: tl.constexpr = FUSE and not (HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE)
+    base = m
+    if fused:
+        _, base = exponent_form(tl.where(m == NEG_INF, 0.0, m), scale)
+        base = tl.where(m == NEG_INF, NEG_INF, base)
     m_first = m
+    base_first = base
     sums = tl.zeros([q0.shape[0], BLOCK_N if LANE_SUMS else 1], tl.float32)
     pages = lo * 0
     if PAGE_SIZE > 0:
@@ -190,16 +211,17 @@ def attend(
                 bits = tl.load(mask_rows[:, None] + n[None, :], mask=inside, other=0)
                 see = see & (bits != 0)
             s = tl.where(see, s, NEG_INF)
-        top = tl.max(s, 1)
-        if FUSE:
-            top = top * row_scale
-        m_new = tl.maximum(m, top)
+        m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = m_new
         if MASKED:
             m_safe = tl.where(m_new == NEG_INF, 0.0, m_new)
-        if FUSE:
-            p = tl.exp2(s * row_scale - m_safe[:, None])
-            alpha = tl.exp2(m - m_safe)
+        if fused:
+            factor, base_new = exponent_form(m_safe, scale)
+            p = tl.exp2(s * factor[:, None] - base_new[:, None])
+            alpha = tl.exp2(base - base_new)
+            base = base_new
+            if MASKED:
+                base = tl.where(m_new == NEG_INF, NEG_INF, base_new)
         else:
             # The difference first: scaled scores of 1e30 round further apart than exp2 can bridge.
             p = tl.exp2((s - m_safe[:, None]) * row_scale)
@@ -229,17 +251,19 @@ def attend(
             # key and value loads nothing to be pipelined behind.
             pages = load_pages(table_ptr, start + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
     if LANE_SUMS:
-        unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE, FUSE)
-        m_safe = tl.where(m == NEG_INF, 0.0, m)
-        l = l * tl.exp2((m_first - m_safe) * unit) + tl.sum(sums, 1)  # noqa: E741
+        if fused:
+            alpha = tl.exp2(base_first - tl.where(m == NEG_INF, 0.0, base))
+        else:
+            unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
+            alpha = tl.exp2((m_first - tl.where(m == NEG_INF, 0.0, m)) * unit)
+        l = l * alpha + tl.sum(sums, 1)  # noqa: E741
     return acc0, acc1, m, l
 
 
 @triton.jit
-def score_unit(scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ROW_SCALE: tl.constexpr,
-               FUSE: tl.constexpr):  # fmt: skip
+def score_unit(scale, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ROW_SCALE: tl.constexpr):
     """What ``attend`` leaves to be multiplied: the scale, unless it was applied on the way."""
-    if HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE or FUSE:
+    if HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE:
         return 1.0
     else:
         return scale
