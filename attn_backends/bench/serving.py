@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias
 from .report import save
 
 OURS = "attn_backends"
-#: Takes rows as they come.
+#: Takes rows as they come; a row may come again when more is known of it.
 Note: TypeAlias = Callable[[list[dict[str, Any]]], None]
 #: Serves one model: its name, a folder, the options, the deadline, and where rows go. Returns how
 #: its engines started.
@@ -147,13 +147,16 @@ def show(row: dict[str, Any]) -> str:
     """A row in one line."""
     head = f"{row['case']['model'][:22]} {row['case']['dtype']} {row['backend']}"
     if row["bench"].endswith("_tokens"):
+        decided = ""
+        if "noise" in row:
+            steps = f"{row['decided_parted']}/{row['decided_steps']}"
+            decided = f", decided {steps} beyond {row['noise']:.4g}"
         return (
             f"{head} vs {row['reference']}: {row['equal_sequences']}/{row['sequences']} sequences, "
             f"{row['equal_tokens']:.4f} tokens; same text: {row['parted']}/{row['steps']} parted "
-            f"(ties {row['parted_at_ties']}), max gap {row['max_gap']:.4f}, decided "
-            f"{row.get('decided_parted', '-')}/{row.get('decided_steps', '-')} beyond "
-            f"{row.get('noise', float('nan')):.4f}, cached {row['cached_prompt_tokens']}/"
-            f"{row['prompt_tokens']}, replayed {row.get('steps_replayed', '-')}"
+            f"(ties {row['parted_at_ties']}), max gap {row['max_gap']:.4g}{decided}, cached "
+            f"{row['cached_prompt_tokens']}/{row['prompt_tokens']}, replayed "
+            f"{row.get('steps_replayed', '-')}"
         )
     return (
         f"{head} {row['case']['workload']}: {row['tokens_per_s']:.0f} tokens/s "
@@ -175,9 +178,10 @@ def serve_models(options: argparse.Namespace, serve: Serve, module: str) -> int:
     started: dict[str, Any] = {}
 
     def note(more: list[dict[str, Any]]) -> None:
-        rows.extend(more)
         for row in more:
             print(show(row), flush=True)
+            if not any(row is known for known in rows):
+                rows.append(row)
         save(options.json, module, rows, engines=started)
 
     with tempfile.TemporaryDirectory() as scratch:

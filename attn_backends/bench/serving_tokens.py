@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .serving import OURS, Engine
+from .serving import OURS, Engine, Note
 
 LOGPROBS = 8
 NEW_TOKENS = 64
@@ -111,8 +111,7 @@ def same_text(
     prompts: list[list[int]],
     reference: Answer,
     first: Answer,
-    until: float,
-    deadline: float,
+    times: Times,
 ) -> Compared:
     """Compare every step under the reference's text.
 
@@ -121,8 +120,7 @@ def same_text(
         prompts: Token ids.
         reference: The reference's tokens and log-probabilities for them.
         first: The engine's own.
-        until: When no sequence is resumed any more; its other steps are left out.
-        deadline: When an answer is too late.
+        times: When no sequence is resumed any more, whose other steps are then left out.
 
     Returns:
         All steps that were compared.
@@ -143,7 +141,7 @@ def same_text(
                 compared.add(wanted[j], tokens[j], theirs, steps[j])
             if upto < len(wanted):
                 resumed[i] = at[i] + upto
-        if not resumed or time.monotonic() > until:
+        if not resumed or time.monotonic() > times.until:
             break
         at = resumed
         command = {
@@ -151,43 +149,65 @@ def same_text(
             "max_tokens": [len(reference["tokens"][i]) - at[i] for i in at],
             "logprobs": LOGPROBS,
         }
-        answer = engine.ask(command, deadline)
+        answer = engine.ask(command, times.late)
     return compared
 
 
+@dataclass(frozen=True)
+class Times:
+    """When to stop waiting, on the clock of ``time.monotonic``.
+
+    Attributes:
+        until: When to leave further steps out.
+        deadline: When every answer is too late.
+        patience: Seconds that one answer may take.
+    """
+
+    until: float
+    deadline: float
+    patience: float = float("inf")
+
+    @property
+    def late(self) -> float:
+        """When an answer that is asked for now is too late."""
+        return min(self.deadline, time.monotonic() + self.patience)
+
+
 def agreement(
-    bench: str, engines: list[Engine], prompts: list[list[int]], until: float, deadline: float
-) -> list[dict[str, Any]]:
+    bench: str, engines: list[Engine], prompts: list[list[int]], times: Times, note: Note
+) -> None:
     """Every engine of a model and dtype against the first, and the first against itself.
+
+    Rows are noted as soon as an engine has answered, and once more when it is known which steps
+    are decided. The first engine against itself is given the prompts the other way round: other
+    batches, by which its own roundings differ.
 
     Args:
         bench: Name of the rows.
         engines: The first one is the reference.
         prompts: Token ids.
-        until: When to leave further steps out.
-        deadline: When an answer is too late.
-
-    Returns:
-        A row for each engine but the first, and one of the first given the prompts the other way
-        round: other batches, by which its own roundings differ.
+        times: When to stop.
+        note: Takes rows.
     """
+    if not engines:
+        return
     command = {"prompts": prompts, "max_tokens": NEW_TOKENS, "logprobs": LOGPROBS}
-    answers = [(each, each.ask(command, deadline)) for each in engines]
-    if not answers or answers[0][1] is None:
-        return []
-    chief, reference = engines[0], answers[0][1]
-    rows, found = [], []
-    for engine, answer in [(chief, _turned(chief, command, deadline)), *answers[1:]]:
+    chief, rows, found = engines[0], [], []
+    reference = chief.ask(command, times.late)
+    if reference is None:
+        return
+    for engine in [*engines[1:], chief]:
+        again = engine is chief
+        answer = (_turned if again else _plain)(engine, command, times.late)
         if answer is None:
             continue
-        compared = same_text(engine, prompts, reference, answer, until, deadline)
+        compared = same_text(engine, prompts, reference, answer, times)
         found.append(compared)
-        name = engine.backend + (", prompts the other way round" if engine is chief else "")
         rows.append(
             {
                 "bench": bench,
                 "case": engine.case,
-                "backend": name,
+                "backend": engine.backend + (", prompts the other way round" if again else ""),
                 "reference": chief.backend,
                 "cached_prompt_tokens": answer["cached"],
                 "prompt_tokens": sum(map(len, prompts)),
@@ -196,15 +216,16 @@ def agreement(
                 **{f"steps_{kind}": n for kind, n in answer.get("steps", {}).items()},
             }
         )
+        note(rows[-1:])
     decide(rows, found)
-    return rows
+    note(rows)
 
 
 def decide(rows: list[dict[str, Any]], found: list[Compared]) -> None:
     """Add to each row how many steps are decided, and at how many of them the engine parted.
 
     Args:
-        rows: As ``agreement`` makes them.
+        rows: As ``agreement`` notes them.
         found: The comparison behind each row.
     """
     theirs = [c for row, c in zip(rows, found) if row["backend"] != OURS]
@@ -217,6 +238,10 @@ def decide(rows: list[dict[str, Any]], found: list[Compared]) -> None:
         row["decided_parted"] = sum(gap > noise for gap in each.parted)
 
 
+def _plain(engine: Engine, command: dict[str, Any], deadline: float) -> Answer | None:
+    return engine.ask(command, deadline)
+
+
 def _turned(engine: Engine, command: dict[str, Any], deadline: float) -> Answer | None:
     """The answers to the prompts in reverse order, in the order of the prompts."""
     answer = engine.ask({**command, "prompts": command["prompts"][::-1]}, deadline)
@@ -225,4 +250,12 @@ def _turned(engine: Engine, command: dict[str, Any], deadline: float) -> Answer 
     return answer | {name: answer[name][::-1] for name in ("tokens", "logprobs")}
 
 
-__all__ = ["LOGPROBS", "NEW_TOKENS", "Compared", "agreement", "same_text", "whole_sequences"]
+__all__ = [
+    "LOGPROBS",
+    "NEW_TOKENS",
+    "Compared",
+    "Times",
+    "agreement",
+    "same_text",
+    "whole_sequences",
+]

@@ -23,7 +23,7 @@ from typing import Any
 
 from .serving import OURS, Engine, Note, serve_models, smollm2_folder, wait_for
 from .serving_rates import throughput
-from .serving_tokens import agreement
+from .serving_tokens import Times, agreement
 from .vllm_prompts import random_ids, tokenized
 
 REFERENCE = {"cuda": "triton", "cpu": "torch_native"}
@@ -163,8 +163,8 @@ def serve(
         started = wait_for(engines, lambda each: f"{name} {each.dtype} {each.backend}", deadline)
         if all(each.ready for each in engines):
             now = time.monotonic()
-            until = now + (deadline - now) / 2
-            told(agreement("sglang_tokens", engines, prompts, until, deadline))
+            times = Times(now + (deadline - now) / 2, deadline, options.patience)
+            agreement("sglang_tokens", engines, prompts, times, told)
             if options.turns:
                 turns = options.turns
                 told(throughput("sglang_throughput", engines, prompts, turns, deadline))
@@ -188,6 +188,7 @@ def main() -> int:
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--prompts", type=int, default=0, help="only the first so many")
     parser.add_argument("--turns", type=int, default=12, help="of throughput; 0 leaves it out")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds for one answer")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")

@@ -145,7 +145,7 @@ def _logits(row: dict[str, Any]) -> dict[str, str]:
     if "max_gap" not in row:
         return {}
     return {
-        "largest gap of logits there": f"{row['max_gap']:.3f}",
+        "largest gap of logits there": f"{row['max_gap']:.3g}",
         "largest difference of a logprob": f"{row['max_logprob_difference']:.3g}",
     }
 

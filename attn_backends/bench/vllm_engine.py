@@ -7,6 +7,7 @@ from call to result, without other processes between.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -58,6 +59,8 @@ def build(options: dict[str, Any]) -> Any:
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": options["capture"]}
     if not options["compile"]:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if not options["capture"]:
+        graphs |= {"cudagraph_mode": "NONE"}
     return LLM(
         model=options["model"],
         skip_tokenizer_init=True,
@@ -170,11 +173,14 @@ def main() -> int:
     ready = {"ready": time.perf_counter() - start, "version": vllm.__version__}
     answers.write(json.dumps(ready | {"captured": sorted(watch.sizes)}) + "\n")
     for line in sys.stdin:
+        # Where it is, if an answer takes long: into the log.
+        faulthandler.dump_traceback_later(15, repeat=True)
         watch.take()
         answer = generate(llm, json.loads(line))
         if options["ours"]:
             answer["steps"] = watch.take()
         answers.write(json.dumps(answer) + "\n")
+        faulthandler.cancel_dump_traceback_later()
     # Skip the teardown of the engine: nothing is left to save.
     answers.flush()
     os._exit(0)

@@ -22,9 +22,11 @@ from typing import Any
 
 from .serving import OURS, Engine, Note, serve_models, smollm2_folder, wait_for
 from .serving_rates import throughput
-from .serving_tokens import agreement
+from .serving_tokens import Times, agreement
 from .vllm_prompts import random_ids, tokenized
 
+#: No backend of vLLM: what transformers says, as the reference where vLLM's FLASH_ATTN cannot.
+TRANSFORMERS = "sdpa of transformers"
 CAPTURE = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
 
 
@@ -73,7 +75,7 @@ MODELS = {
         49152,
         {},
         {
-            "float32": ("TRITON_ATTN", OURS),
+            "float32": (TRANSFORMERS, OURS, "TRITON_ATTN"),
             "bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS),
             "float16": ("FLASH_ATTN", OURS),
         },
@@ -88,7 +90,7 @@ MODELS = {
 
 
 def real_backend(backend: str) -> str:
-    """The name that vLLM knows a backend by."""
+    """The name that an engine knows a backend by."""
     if backend != OURS:
         return backend
     from ..engines.vllm import backend_name
@@ -97,7 +99,7 @@ def real_backend(backend: str) -> str:
 
 
 def start(
-    backend: str, model: Model, dtype: str, folder: Path, logs: Path, settings: str
+    backend: str, model: Model, dtype: str, folder: Path, logs: Path, args: argparse.Namespace
 ) -> Engine:
     """Start a worker; it answers once its engine is up."""
     options = {
@@ -107,19 +109,20 @@ def start(
         "ours": backend == OURS,
         "dtype": dtype,
         "compile": dtype in model.compiled,
-        "capture": CAPTURE,
+        "capture": CAPTURE if args.graphs else [],
         "max_model_len": 2048,
         "kv_bytes": (6 if model.config else 3) << 30,
     }
-    label = f"{folder.name}-{dtype}-{backend}"
+    label = f"{folder.name}-{dtype}-{backend.replace(' ', '-')}"
     env = {**os.environ, "VLLM_CACHE_ROOT": str(logs / f"cache-{label}")}
     env["TORCHINDUCTOR_CACHE_DIR"] = str(logs / f"inductor-{label}")
-    env["ATTN_BACKENDS_BACKEND"] = settings
+    env["ATTN_BACKENDS_BACKEND"] = args.backend
     if dtype == "float32":
         # vLLM's Triton kernel multiplies as TF32 unless told otherwise, ours never does.
         env["TRITON_F32_DEFAULT"] = "ieee"
     log = logs / f"{label}.log"
-    command = [sys.executable, "-m", "attn_backends.bench.vllm_engine", json.dumps(options)]
+    worker = "transformers_engine" if backend == TRANSFORMERS else "vllm_engine"
+    command = [sys.executable, "-m", f"attn_backends.bench.{worker}", json.dumps(options)]
     process = subprocess.Popen(
         [*command, str(log)],
         stdin=subprocess.PIPE,
@@ -144,7 +147,7 @@ def serve(
         prompts = tokenized(smollm2_folder(options.gguf, folder))
     asked = [dtype for dtype in model.runs if dtype in options.dtypes.split(",")]
     engines = [
-        start(backend, model, dtype, folder, work, options.backend)
+        start(backend, model, dtype, folder, work, options)
         for dtype in asked
         for backend in model.runs[dtype]
     ]
@@ -157,7 +160,8 @@ def serve(
         for i, up in enumerate(by_dtype.values()):
             now = time.monotonic()
             until = now + (deadline - now) / (2 * (len(asked) - i))
-            note(agreement("vllm_tokens", up, prompts, until, deadline))
+            times = Times(until, deadline, options.patience)
+            agreement("vllm_tokens", up, prompts, times, note)
         for dtype in set(asked) & set(model.compiled):
             up = by_dtype[dtype]
             if up and options.turns:
@@ -176,6 +180,8 @@ def main() -> int:
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--turns", type=int, default=12, help="of throughput; 0 leaves it out")
+    parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="eager decode")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds for one answer")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attn_backends.bench import serving, serving_rates, serving_tokens, vllm_run
 from attn_backends.bench.tables import table
@@ -63,7 +64,18 @@ class Fake:
 def agree(*engines: Fake) -> list[dict[str, Any]]:
     prompts = [[100], [1000], [2000]]
     soon = time.monotonic() + SOON
-    return serving_tokens.agreement("tokens", list(engines), prompts, soon, soon)
+    return noted(engines, prompts, serving_tokens.Times(soon, soon))
+
+
+def noted(engines: Any, prompts: list[list[int]], times: serving_tokens.Times) -> list[Any]:
+    """Rows in the order they were first noted; the reference against itself goes first."""
+    rows: list[dict[str, Any]] = []
+
+    def note(more: list[dict[str, Any]]) -> None:
+        rows.extend(row for row in more if not any(row is known for known in rows))
+
+    serving_tokens.agreement("tokens", list(engines), prompts, times, note)
+    return rows[-1:] + rows[:-1]
 
 
 def test_equal_tokens_are_counted_up_to_the_first_difference() -> None:
@@ -115,7 +127,7 @@ def test_an_engine_that_does_not_answer_again_leaves_its_steps_out() -> None:
 def test_steps_are_left_out_where_there_is_no_time_to_go_on() -> None:
     prompts, now = [[100], [1000]], time.monotonic()
     engines = [Fake("THEIRS"), Fake("attn_backends", other={102: 104})]
-    row = serving_tokens.agreement("tokens", engines, prompts, now - 1, now + SOON)[1]
+    row = noted(engines, prompts, serving_tokens.Times(now - 1, now + SOON))[1]
     assert row["steps"] == 3 + 64 and row["parted"] == 1
 
 
@@ -149,6 +161,22 @@ def test_engines_are_compared_within_a_turn() -> None:
         assert ours["tokens_per_s"] == pytest.approx(1.25 * theirs["tokens_per_s"])
     firsts = [log[i] for i in range(0, len(log), 8)]
     assert set(firsts) == {"THEIRS", "OURS"}
+
+
+def test_an_answer_is_waited_for_no_longer_than_patience_and_deadline() -> None:
+    now = time.monotonic()
+    assert serving_tokens.Times(now, now + 5, 100.0).late == now + 5
+    assert now + 2 <= serving_tokens.Times(now, now + 500, 2.0).late < now + 60
+    asked: list[float] = []
+
+    class Watched(Fake):
+        def ask(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
+            asked.append(deadline)
+            return super().ask(command, deadline)
+
+    times = serving_tokens.Times(now + SOON, now + SOON, 7.0)
+    noted([Watched("THEIRS"), Watched("attn_backends")], [[100]], times)
+    assert len(asked) == 3 and all(late < now + SOON for late in asked)
 
 
 def test_no_turn_begins_that_would_not_end_in_time() -> None:
@@ -186,7 +214,40 @@ def test_an_engine_that_is_late_or_gone_is_left_out(tmp_path: Path) -> None:
     assert gone.ask(None, time.monotonic() + 5) is None
     assert gone.why() == "ValueError: no such backend"
     soon = time.monotonic() + 1
-    assert serving_tokens.agreement("t", [gone], [[1]], soon, soon) == []
+    assert noted([gone], [[1]], serving_tokens.Times(soon, soon)) == []
+
+
+def test_transformers_answers_as_an_engine(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    options = json.dumps({"model": str(tmp_path / "model"), "dtype": "float32"})
+    command = [sys.executable, "-m", "attn_backends.bench.transformers_engine", options]
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "log")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    engine = serving.Engine("X", vllm_run.MODELS["smollm2"], "float32", process, tmp_path / "log")
+    soon = time.monotonic() + 100
+    assert engine.ask(None, soon)["version"] == transformers.__version__
+    prompts = [[5, 6, 7, 8], [9], [10, 11]]
+    answer = engine.ask({"prompts": prompts, "max_tokens": [3, 5, 2], "logprobs": 4}, soon)
+    engine.stop()
+    for prompt, count, tokens, steps in zip(
+        prompts, (3, 5, 2), answer["tokens"], answer["logprobs"]
+    ):
+        assert len(tokens) == len(steps) == count
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+        want = torch.log_softmax(logits.double(), -1)
+        for token, step, row in zip(tokens, steps, want):
+            assert len(step) == 4
+            assert step[str(token)] == pytest.approx(float(row[token]), abs=1e-5)
 
 
 def test_rows_can_be_shown_and_made_into_a_table(tmp_path: Path) -> None:
