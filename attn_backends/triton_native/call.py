@@ -28,6 +28,8 @@ LOG2E = 1.4426950408889634
 TINY_SCALE = 1.2e-38
 #: Launchers that a backend looks up without their constants: forget all rather than grow.
 MAX_LAUNCHERS = 4096
+#: Elements that offsets of 32 bits reach, with room to spare.
+NARROW_ELEMENTS = 2**30
 
 COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -35,6 +37,7 @@ COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32
 #: Forms of the kernels that are being measured against each other; see bench/attention_forms.py.
 FORMS: dict[str, Any] = {
     "fuse": False, "lane_sums": False, "phases": False, "chain": False, "registers": None,
+    "narrow": False,
 }  # fmt: skip
 
 
@@ -90,6 +93,11 @@ def alignment(sizes: tuple[int, ...]) -> int:
     return bits & -bits
 
 
+def extent(x: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last."""
+    return sum((n - 1) * s for n, s in zip(x.shape, x.stride()) if n)
+
+
 class Step(NamedTuple):
     """A launch of a call, but for what tensors and options bring.
 
@@ -120,7 +128,8 @@ class Call:
         spec, batch, formats = plan.spec, plan.batch, plan.formats
         self.plan: TritonPlan = weakref.proxy(plan)  # which holds this: its buffers end with it
         # Everything that the compiler may specialise on, beside the constants.
-        self.key = (form, batch.page_table.stride(0) if batch.is_paged else 0)
+        stride_table = batch.page_table.stride(0) if batch.is_paged else 0
+        self.key = (form, stride_table, k.shape[0], v.shape[0])
         d, dv = spec.head_dim, spec.dv
         d0, d1 = split_lanes(d)
         dv0, dv1 = split_lanes(dv)
@@ -137,7 +146,9 @@ class Call:
         ks = (k.stride(0), k.stride(1), k.stride(2)) if paged else (0, k.stride(0), k.stride(1))
         vs = (v.stride(0), v.stride(1), v.stride(2)) if paged else (0, v.stride(0), v.stride(1))
         # With room to spare for the lanes of a row, which are added later.
-        short_rows = paged and spec.page_size * max(ks[1], vs[1]) < 2**30
+        narrow = int(paged and spec.page_size * max(ks[1], vs[1]) < NARROW_ELEMENTS)
+        if FORMS["narrow"] and max(extent(k), extent(v)) < NARROW_ELEMENTS:
+            narrow = 2
         self.table = batch.page_table if paged else batch.seqlens_k
         stride_table = batch.page_table.stride(0) if paged else 0
         align = min(alignment(ks), alignment(vs))
@@ -162,7 +173,7 @@ class Call:
             ("HAS_K_SCALE", scale_kind(extras.k_scale) > 0),
             ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0),
             ("PAGE_SIZE", spec.page_size or 0), ("SHARE_KV", self.share),
-            ("SAME_STRIDES", ks == vs), ("SHORT_ROWS", short_rows), ("KV_ALIGN", align),
+            ("SAME_STRIDES", ks == vs), ("NARROW", narrow), ("KV_ALIGN", align),
             ("COMPUTE", COMPUTE[formats.compute]), ("FP8", formats.fp8), ("FP8_Q", formats.fp8_q),
             ("ROW_SCALE", formats.row_scale), ("FUSE", FORMS["fuse"]),
             ("LANE_SUMS", FORMS["lane_sums"]),

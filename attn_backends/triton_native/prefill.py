@@ -65,7 +65,7 @@ def _prefill_fwd_kernel(
     HAS_ALIBI: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr,
-    SHORT_ROWS: tl.constexpr, KV_ALIGN: tl.constexpr,
+    NARROW: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
     FUSE: tl.constexpr, LANE_SUMS: tl.constexpr,
     SKIP_SHORT: tl.constexpr, PHASES: tl.constexpr, HEADS_INNER: tl.constexpr,
@@ -134,13 +134,13 @@ def _prefill_fwd_kernel(
     key_lo, key_hi = key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
     lo = key_lo // BLOCK_N * BLOCK_N
     stride_kp, stride_kn, stride_kh = full_strides(
-        stride_kp, stride_kn, stride_kh, KV_ALIGN, SHORT_ROWS
+        stride_kp, stride_kn, stride_kh, KV_ALIGN, NARROW
     )
     stride_vp, stride_vn, stride_vh = full_strides(
-        stride_vp, stride_vn, stride_vh, KV_ALIGN, SHORT_ROWS
+        stride_vp, stride_vn, stride_vh, KV_ALIGN, NARROW
     )
-    k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn
-    v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn
+    k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn.to(tl.int64)
+    v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn.to(tl.int64)
     table = table_ptr + b.to(tl.int64) * stride_table
     mid_lo = lo
     mid_hi = lo
@@ -162,7 +162,7 @@ def _prefill_fwd_kernel(
                 lo, mid_lo, key_lo, key_hi, left, right,
                 stride_kp, stride_kn, stride_vp, stride_vn,
                 True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
-                D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
+                D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
                 ROW_SCALE, FUSE, LANE_SUMS,
             )  # fmt: skip
         acc0, acc1, m, l = attend(  # noqa: E741
@@ -171,7 +171,7 @@ def _prefill_fwd_kernel(
             mid_lo, mid_hi, key_lo, key_hi, left, right,
             stride_kp, stride_kn, stride_vp, stride_vn,
             False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
-            D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
+            D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
             ROW_SCALE, FUSE, LANE_SUMS,
         )  # fmt: skip
     acc0, acc1, m, l = attend(  # noqa: E741
@@ -180,7 +180,7 @@ def _prefill_fwd_kernel(
         mid_hi, key_hi, key_lo, key_hi, left, right,
         stride_kp, stride_kn, stride_vp, stride_vn,
         True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
-        D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, SHORT_ROWS, FP8,
+        D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
         ROW_SCALE, FUSE, LANE_SUMS,
     )  # fmt: skip
 

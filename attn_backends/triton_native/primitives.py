@@ -59,12 +59,15 @@ def load_rows(ptr, offsets, keep, LANE: tl.constexpr, LANES: tl.constexpr, WIDTH
 
 
 @triton.jit
-def full_strides(stride_p, stride_n, stride_h, KV_ALIGN: tl.constexpr, SHORT_ROWS: tl.constexpr):
-    """Strides given in units of KV_ALIGN elements, so that the compiler knows their alignment."""
-    stride_n = stride_n if SHORT_ROWS else stride_n.to(tl.int64)
-    return (
-        stride_p.to(tl.int64) * KV_ALIGN, stride_n * KV_ALIGN, stride_h.to(tl.int64) * KV_ALIGN
-    )  # fmt: skip
+def full_strides(stride_p, stride_n, stride_h, KV_ALIGN: tl.constexpr, NARROW: tl.constexpr):
+    """Strides given in units of KV_ALIGN elements, so that the compiler knows their alignment.
+
+    ``NARROW`` says what fits 32 bits, which saves registers and most of the arithmetic of a decode
+    step: 1, offsets within a page; 2, those within the whole cache.
+    """
+    stride_p = stride_p if NARROW == 2 else stride_p.to(tl.int64)
+    stride_n = stride_n if NARROW > 0 else stride_n.to(tl.int64)
+    return stride_p * KV_ALIGN, stride_n * KV_ALIGN, stride_h.to(tl.int64) * KV_ALIGN
 
 
 @triton.jit
@@ -79,22 +82,22 @@ def load_pages(table_ptr, start, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def row_offsets(pages, start, stride_page, stride_row, PAGE_SIZE: tl.constexpr,
-                SHORT_ROWS: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """64-bit element offsets [BLOCK_N] of a sequence's key rows ``start ..``.
-
-    ``SHORT_ROWS`` says that offsets within a page fit 32 bits, which saves registers.
-    """
+                NARROW: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """Element offsets [BLOCK_N] of a sequence's key rows ``start ..``; see ``full_strides``."""
     lane = tl.arange(0, BLOCK_N)
     if PAGE_SIZE == 0:
-        return (start + lane).to(tl.int64) * stride_row
+        n = start + lane
+        return (n if NARROW == 2 else n.to(tl.int64)) * stride_row
     else:
         if PAGE_SIZE % BLOCK_N == 0:
             slot = start % PAGE_SIZE + lane
         else:
             slot = (start + lane) % PAGE_SIZE
-        if not SHORT_ROWS:
+        if NARROW == 0:
             slot = slot.to(tl.int64)
-        return pages.to(tl.int64) * stride_page + slot * stride_row
+        if NARROW < 2:
+            pages = pages.to(tl.int64)
+        return pages * stride_page + slot * stride_row
 
 
 @triton.jit
@@ -160,7 +163,7 @@ def attend(
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
-    SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr, SHORT_ROWS: tl.constexpr,
+    SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr, NARROW: tl.constexpr,
     FP8: tl.constexpr, ROW_SCALE: tl.constexpr, FUSE: tl.constexpr, LANE_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi), lo a multiple of BLOCK_N, into the state (acc, m, l) of a row tile.
@@ -187,7 +190,7 @@ def attend(
     for start in range(lo, hi, BLOCK_N):
         n = start + lanes
         keep = (n >= key_lo) & (n < key_hi)
-        k_off = row_offsets(pages, start, stride_kp, stride_kn, PAGE_SIZE, SHORT_ROWS, BLOCK_N)
+        k_off = row_offsets(pages, start, stride_kp, stride_kn, PAGE_SIZE, NARROW, BLOCK_N)
         k0 = to_compute(load_rows(k_ptr, k_off, keep, 0, D0, D, MASKED), dtype, FP8)
         s = tl.dot(q0, tl.trans(k0), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
         if D1 > 0:
@@ -238,7 +241,7 @@ def attend(
             v_off = k_off
             if not SAME_STRIDES:
                 v_off = row_offsets(
-                    pages, start, stride_vp, stride_vn, PAGE_SIZE, SHORT_ROWS, BLOCK_N
+                    pages, start, stride_vp, stride_vn, PAGE_SIZE, NARROW, BLOCK_N
                 )
             v0 = to_compute(load_rows(v_ptr, v_off, keep, 0, DV0, DV, MASKED), dtype, FP8)
             acc0 = tl.dot(p.to(dtype), v0, acc0, input_precision="ieee")
