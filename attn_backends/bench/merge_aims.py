@@ -1,12 +1,18 @@
 """What the merge is to reach, beside what the rows of a run say.
 
+    attn-backends bench merge --json merge.json
+    python -m attn_backends.bench.merge_aims merge.json
+
 Ratios are of medians from one process, above 1 where ours is faster. ``clear`` tells whether the
 middle halves of both samples are apart, so that the ratio is more than noise.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
@@ -93,4 +99,20 @@ def show_aims(found: Iterable[Row]) -> None:
         )
 
 
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m attn_backends.bench.merge_aims")
+    parser.add_argument("results", help="results file of the merge benchmark")
+    args = parser.parse_args(argv)
+    rows = json.loads(Path(args.results).read_text())["rows"]
+    show_aims(aims(rows))
+    errors = [row["associativity_err"] for row in rows if "associativity_err" in row]
+    if errors:
+        print(f"largest difference between (a b) c and a (b c): {max(errors):.2e}")
+    return 0
+
+
 __all__ = ["aims", "show_aims"]
+
+if __name__ == "__main__":
+    raise SystemExit(main())
