@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-#: Sizes of arguments, by the letters of ``struct``: addresses, integers and floats.
-SIZES = {"Q": 8, "q": 8, "d": 8, "I": 4, "i": 4, "f": 4}
+#: Sizes of arguments, by the letters of ``struct``: addresses, integers and floats; ``M`` is a
+#: tensor map, given as its bytes.
+SIZES = {"Q": 8, "q": 8, "d": 8, "I": 4, "i": 4, "f": 4, "M": 128}
+_MOST_ALIGNED = 64
 
 # CUlaunchConfig: grid, block and shared memory in 7 words, then stream, attributes, their number.
 _CONFIG = struct.Struct("<7I4x3Q")
@@ -27,6 +30,7 @@ _STREAM_AT = 32
 # CUlaunchAttribute: an identifier and 64 bytes of value; this one is programmatic serialization.
 _ATTRIBUTES = ctypes.create_string_buffer(struct.pack("<i4xi60x", 6, 1), 72)
 _NO_CONTEXT = 201
+_PROMOTE_128_BYTES = 2
 _MOST_POOLED = 64
 
 
@@ -66,14 +70,47 @@ def version() -> int:
 
 
 def offsets(formats: str) -> list[int]:
-    """Byte offset of each argument; every one is aligned to its own size."""
+    """Byte offset of each argument; every one is aligned to its own size, up to 64."""
     found, at = [], 0
     for letter in formats:
         size = SIZES[letter]
-        at += -at % size
+        at += -at % min(size, _MOST_ALIGNED)
         found.append(at)
         at += size
     return found
+
+
+def tensor_map(
+    address: int, dtype: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
+    swizzle: int,
+) -> bytes:  # fmt: skip
+    """Encode how the bulk copies of Hopper see a tensor; what lies outside of it reads as 0.
+
+    Args:
+        address: Of the first element, a multiple of 16.
+        dtype: As the driver numbers them.
+        shape: Elements per dimension, the innermost last.
+        strides: Bytes from one to the next, for all dimensions but the innermost.
+        box: Elements per dimension that one copy brings.
+        swizzle: As the driver numbers them.
+
+    Raises:
+        RuntimeError: The driver refused; the message has its words.
+    """
+    rank = len(shape)
+    # The driver wants a place of 64 bytes' alignment.
+    room = ctypes.create_string_buffer(2 * _MOST_ALIGNED + SIZES["M"])
+    at = ctypes.addressof(room)
+    at += -at % _MOST_ALIGNED
+    long, short = _array(ctypes.c_uint64, rank), _array(ctypes.c_uint32, rank)
+    code = _library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(at), dtype, ctypes.c_uint32(rank), ctypes.c_void_p(address),
+        long(*reversed(shape)), long(*reversed(strides), 0), short(*reversed(box)),
+        short(*[1] * rank), 0, swizzle, _PROMOTE_128_BYTES, 0,
+    )  # fmt: skip
+    if code:
+        raise RuntimeError(f"the CUDA driver refused a tensor map: {_words(code)}")
+    return ctypes.string_at(at, SIZES["M"])
 
 
 def parameters(function: int) -> list[tuple[int, int]] | None:
@@ -93,7 +130,8 @@ def _pattern(formats: str) -> str:
     """``formats`` with the padding that alignment puts between arguments."""
     text, at = "", 0
     for letter, offset in zip(formats, offsets(formats)):
-        text += f"{offset - at}x{letter}" if offset > at else letter
+        code = f"{SIZES[letter]}s" if letter == "M" else letter
+        text += f"{offset - at}x{code}" if offset > at else code
         at = offset + SIZES[letter]
     return text
 
@@ -297,5 +335,6 @@ __all__ = [
     "current_stream",
     "offsets",
     "parameters",
+    "tensor_map",
     "version",
 ]

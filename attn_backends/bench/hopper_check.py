@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..triton_native.hopper_prefill import Variant, choose_variant, hopper_prefill, hopper_work
+from ..triton_native.hopper_prefill import hopper_prefill, hopper_work
+from ..triton_native.hopper_variant import Variant, choose_variant
 
 RAGGED = ([100, 333, 64, 1, 200], [100, 333, 64, 1, 200])
 UNEQUAL = ([130, 5, 0, 700, 128, 1], [1000, 3, 50, 650, 0, 129])
@@ -41,6 +42,7 @@ class CheckCase:
     page_size: int | None = None
     layout: str = "NHD"
     spare: int = 0
+    listed: int = 0
     views: bool = False
     logits: float = 0.0
     variant: dict[str, Any] = field(default_factory=dict)
@@ -176,8 +178,8 @@ class CheckInputs:
         """The work list for a variant."""
         return hopper_work(
             variant, cu_seqlens_q=self.starts_q, seqlens_k=self.lens_k,
-            cu_seqlens_k=self.starts_k, total_q=self.total_q, causal=self.case.causal,
-            window=self.case.window, out=out,
+            cu_seqlens_k=self.starts_k, total_q=self.total_q + self.case.listed,
+            causal=self.case.causal, window=self.case.window, out=out,
         )  # fmt: skip
 
     def run(self, variant: Variant, work: torch.Tensor | None) -> None:
@@ -360,7 +362,8 @@ def groups() -> dict[str, list[CheckCase]]:
             c("ragged"), c("unequal", UNEQUAL), c("long", LONG), c("one", ([1], [1])),
             c("no keys", ([100, 3], [0, 0])), c("mha", UNEQUAL, (4, 4)), c("group7", heads=(28, 4)),
             c("group8", UNEQUAL, (8, 1)), c("spare rows", UNEQUAL, spare=300),
-            c("views", UNEQUAL, views=True), c("scale 0", scale=0.0),
+            c("views", UNEQUAL, views=True), c("long list", UNEQUAL, listed=500),
+            c("long list, spare rows", spare=70, listed=100), c("scale 0", scale=0.0),
             c("low logits", UNEQUAL, logits=-300.0), c("high logits", UNEQUAL, logits=300.0),
             c("head groups", LONG, (16, 8), variant={"head_group": 4}),
         ],

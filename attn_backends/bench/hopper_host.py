@@ -49,7 +49,7 @@ def _backend_run(x: PointInputs, given: bool) -> Callable[[int], Any]:
 
 def measure_host() -> list[dict[str, Any]]:
     """Rows of host microseconds: the bare launcher, and runs through the backend."""
-    from ..triton_native.hopper_prefill import choose_variant
+    from ..triton_native.hopper_variant import choose_variant
 
     rows = []
     for size in (None, 16):

@@ -93,7 +93,7 @@ def is_shape(point: Point) -> dict[str, Any]:
 
 def variants(point: Point) -> dict[str, Any]:
     """Variants worth measuring at a point, by name; ``chosen`` is what the launcher takes."""
-    from ..triton_native.hopper_prefill import Variant, choose_variant
+    from ..triton_native.hopper_variant import Variant, choose_variant
 
     chosen = choose_variant(**is_shape(point))
     dim = point.head_dim

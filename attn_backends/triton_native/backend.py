@@ -43,11 +43,12 @@ class TritonOptions(BackendOptions):
     """For tuning: ``PrefillConfig`` as (block_m, block_n, warps, stages, phases, heads_inner)."""
 
     short_rows: int | None = Field(default=None, ge=0, le=2**31 - 1)
-    """For tuning: queries of at most this many tokens times group take the split kernel."""
+    """For tuning: queries of at most this many tokens times group take the split kernel; None
+    lets the shape decide, and is 0 with ``hopper=True``."""
 
     hopper: bool | None = None
     """Compute queries longer than ``short_rows`` by the warp-specialised prefill of Hopper: None
-    where it can, True always (calls that it cannot do are refused), False never."""
+    where it can, True always (all queries; calls that it cannot do are refused), False never."""
 
     pdl: bool = True
     """Let the merge kernel start early on Hopper and newer (programmatic dependent launch)."""
@@ -139,6 +140,8 @@ class TritonBackend(AttentionBackend):
         chosen = options if isinstance(options, TritonOptions) else TritonOptions()
         if spec.batch_invariant:
             return ["split-KV, keys cut at fixed positions (batch_invariant=True)"]
+        if chosen.hopper and not chosen.short_rows:
+            return ["warp-specialised prefill of Hopper (hopper=True)"]
         if phase == "decode" or spec.dv > 256:
             return ["split-KV, the heads of a group packed into the rows"]
         reasons = hopper_reasons(spec, device)

@@ -12,7 +12,6 @@ import triton.language as tl
 
 from ..backend import RunExtras
 from ..errors import Reason, UnsupportedCallError
-from ..merge import apply_sinks
 from ..output import AttentionOutput
 from .configs import PrefillConfig, SplitConfig, fit_stages, split_lanes
 from .decode import _merge_fwd_kernel, _split_fwd_kernel
@@ -21,6 +20,7 @@ from .prefill import _prefill_fwd_kernel
 from .schedule import _schedule_kernel
 
 if TYPE_CHECKING:
+    from .hopper_call import HopperCall
     from .plan import TritonPlan
 
 LOG2E = 1.4426950408889634
@@ -83,6 +83,13 @@ def launch(
         launcher.first(grid, tensors(), numbers)
     elif not launcher.again(grid, addresses, numbers, signature):
         launcher.first(grid, tensors(), numbers, signature)
+
+
+def refuse_hopper(reasons: list[Reason]) -> None:
+    """Raise that a call which must take the warp-specialised kernel cannot."""
+    text = "; ".join(map(str, reasons))
+    message = f"triton with hopper=True cannot do this call: {text}"
+    raise UnsupportedCallError(message, backend="triton", reasons=reasons)
 
 
 def alignment(sizes: tuple[int, ...]) -> int:
@@ -179,12 +186,12 @@ class Call:
             ("LANE_SUMS", FORMS["lane_sums"]),
         )  # fmt: skip
         self.split = self.merge = self.prefill = None
-        self.hopper = False
+        self.hopper: HopperCall | None = None
         if plan.splits:
             self._bind_split(plan, features, flags, extras)
         if plan.prefills:
             self._bind_prefill(plan, features, flags)
-            self._bind_hopper(plan, q, k, v, extras)
+            self._bind_hopper(plan, q, k, v, out, extras)
         self.steps = self._steps(q.shape[0])
         #: Its repeats, by which outputs, values and options are given.
         self.repeats: dict[Any, Any] = {}
@@ -313,42 +320,36 @@ class Call:
         )  # fmt: skip
 
     def _bind_hopper(
-        self, plan: TritonPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
-    ) -> None:
+        self, plan: TritonPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        out: AttentionOutput, extras: RunExtras,
+    ) -> None:  # fmt: skip
         """Decide whether tensors laid out like these take the warp-specialised kernel."""
         insist = plan.backend.options.hopper
         if plan.hopper is None and not insist:
             return
-        from .hopper_prefill import hopper_prefill, hopper_reasons
+        from .hopper_call import HopperCall
+        from .hopper_prefill import hopper_reasons
 
-        reasons = hopper_reasons(plan.spec, q.device, q, k, v)
-        if extras.sinks is not None and plan.splits:
-            # The split kernel has sinks in its rows already; a merge would count them twice.
-            reasons.append(Reason("sinks", "given", "None beside short queries"))
-        if q.shape[0] != plan.batch.total_q:
-            reasons.append(Reason("q.shape[0]", str(q.shape[0]), f"total_q={plan.batch.total_q}"))
+        spec, batch = plan.spec, plan.batch
+        reasons = hopper_reasons(spec, q.device, q, k, v)
         if reasons and insist:
-            text = "; ".join(map(str, reasons))
-            message = f"triton with hopper=True cannot do this call: {text}"
-            raise UnsupportedCallError(message, backend="triton", reasons=reasons)
-        self.hopper = not reasons
-        self.run_hopper = hopper_prefill
+            refuse_hopper(reasons)
+        if not reasons:
+            self.hopper = HopperCall(
+                q, k, v, *out, variant=plan.hopper, num_seqs=batch.num_seqs,
+                page_table=batch.page_table if spec.page_size is not None else None,
+                scale=spec.scale, causal=spec.causal, window=spec.window, softcap=spec.softcap,
+                sinks=extras.sinks is not None,
+            )  # fmt: skip
 
-    def _launch_hopper(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput,
-        extras: RunExtras,
-    ) -> None:  # fmt: skip
-        plan, spec = self.plan, self.plan.spec
-        batch = plan.batch
-        self.run_hopper(
-            q, k, v, cu_seqlens_q=batch.cu_seqlens_q, seqlens_k=batch.seqlens_k,
-            cu_seqlens_k=batch.cu_seqlens_k, page_table=batch.page_table,
-            max_seqlen_q=batch.max_seqlen_q, scale=spec.scale, causal=spec.causal,
-            window=spec.window, softcap=spec.softcap, o=out.o, lse=out.lse, variant=plan.hopper,
-            work=plan.hopper_work,
-        )  # fmt: skip
-        if extras.sinks is not None:
-            apply_sinks(out, extras.sinks, out=out)
+    def takes_hopper(self, addresses: tuple[int, ...]) -> bool:
+        """Whether the warp-specialised kernel reads queries, keys and values from there."""
+        if self.hopper is None:
+            return False
+        fits = not (addresses[0] | addresses[1] | addresses[2]) & 15
+        if not fits and self.plan.backend.options.hopper:
+            refuse_hopper([Reason("data_ptr() % 16 of q, k, v", "not all 0", "0")])
+        return fits
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput,
@@ -384,8 +385,11 @@ class Call:
                     (v_factor, *step.numbers), self.key,
                     lambda step=step: (*out, *step.tensors(), options[0], options[5]),
                 )  # fmt: skip
-            elif self.hopper and step.launcher is self.prefill and not (at[0] | at[1] | at[2]) & 15:
-                self._launch_hopper(q, k, v, out, extras)
+            elif step.launcher is self.prefill and self.takes_hopper(at):
+                self.hopper(
+                    q, k, v, *out, work=plan.hopper_work, page_table=plan.batch.page_table,
+                    sinks=sinks,
+                )  # fmt: skip
             else:
                 launch(
                     step.launcher, step.grid, at + step.at + options_at,

@@ -24,9 +24,9 @@ from .hopper_producer import produce
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "lse_scale", "softcap_in", "softcap_out", "stride_table", "left", "right_end",
-        "heads", "group", "head_group", "stride_kp", "stride_ks", "stride_kh", "stride_vp",
-        "stride_vs", "stride_vh",
+        "scale", "lse_scale", "softcap_in", "softcap_out", "stride_table", "num_rows", "left",
+        "right_end", "heads", "group", "head_group", "stride_kp", "stride_ks", "stride_kh",
+        "stride_vp", "stride_vs", "stride_vh",
     ]
 )  # fmt: skip
 def _hopper_prefill_kernel(
@@ -36,7 +36,7 @@ def _hopper_prefill_kernel(
     o_ptr, lse_ptr, work_ptr, table_ptr, sinks_ptr,
     scale, lse_scale, softcap_in, softcap_out,
     stride_ot: gl.int64, stride_oh: gl.int64, stride_lt: gl.int64, stride_lh: gl.int64,
-    stride_table: gl.int64, left, right_end, heads, group, head_group,
+    stride_table: gl.int64, num_rows, left, right_end, heads, group, head_group,
     stride_kp: gl.int64, stride_ks: gl.int64, stride_kh: gl.int64,
     stride_vp: gl.int64, stride_vs: gl.int64, stride_vh: gl.int64,
     D: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr,
@@ -104,7 +104,7 @@ def _hopper_prefill_kernel(
     consumer1 = (C, shared, 1) + rest  # noqa: RUF005
     consumer2 = (C, shared, 2) + rest  # noqa: RUF005
     producer = (
-        C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, left, right_end,
+        C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, num_rows, left, right_end,
         heads, group, head_group, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     )  # fmt: skip
     P: gl.constexpr = C.PRODUCER_WARPS

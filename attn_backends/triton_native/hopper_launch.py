@@ -1,165 +1,223 @@
-"""Launch the Hopper prefill with its tensor maps kept, where Triton's launcher lets us.
+"""Launch the Hopper prefill at little cost to the host.
 
 Triton encodes every tensor map anew in Python on each launch, and inspects each argument. Here the
-first launch of a kind goes through Triton; later ones hand the compiled kernel's C launcher raw
-addresses and maps kept per address, shape and strides. A map holds nothing but those numbers, so
-an old one is right again when its address is reused. Only Triton 3.6 is known to look like this
-inside; other versions, and launches that a profiler's hooks watch, take the ordinary way.
+first launch of a kind goes through Triton; later ones hand the driver raw addresses and maps that
+are kept. Where the driver does not agree with what the compiled kernel is thought to take, and
+where a profiler's hooks watch, Triton launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import hopper_compat
+from .. import driver
+from ..triton_compiled import is_hooked
+from .hopper_maps import Encoder, MapForm, encoder_of
 
 #: Set to False to launch through Triton always.
 ENABLED = True
 
-_MOST_MAPS = 4096
-_maps: dict[Any, Any] = {}
-_kernels: dict[Any, tuple[Any, Callable[..., None], list[Any]] | None] = {}
+_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
+#: Scratch memory that Triton's kernels take as last arguments, none of it used here.
+_MOST_SCRATCH = 2
 
 
-class Map:
-    """A tensor as TMA will see it: where it is, its shape and strides, the box of one copy.
+class Source(NamedTuple):
+    """How the kernel reads an operand.
 
-    Args:
-        x: The tensor.
-        shape: Its shape, of up to five dimensions.
-        strides: Strides in elements; the last is 1.
-        box: Shape of one copy.
-        first: The lane of ``x`` that is the first of the map.
+    Attributes:
+        operand: 0 for queries, 1 for keys, 2 for values.
+        form: Of its tensor map; None where the kernel takes a pointer.
     """
 
-    __slots__ = ("box", "first", "key", "shape", "strides", "x")
+    operand: int
+    form: MapForm | None
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel as the driver sees it: formats per argument of the source, "" for none."""
+
+    kernel: Any
+    formats: tuple[str, ...]
+    scratch: int
+
+
+_known: dict[Any, _Compiled | None] = {}
+
+
+def _format(kind: Any) -> str | None:
+    """How an argument is passed: as nothing, a map with its shape and strides, or one number."""
+    if kind == "constexpr":
+        return ""
+    if kind.startswith("tensordesc"):
+        rank = kind.split("[", 1)[1].split("]", 1)[0].count(",") + 1
+        return "M" + "i" * rank + "q" * rank
+    return "Q" if kind[0] == "*" else _FORMATS.get(kind)
+
+
+def formats_of(
+    signature: dict[str, Any], known: list[tuple[int, int]]
+) -> tuple[tuple[str, ...], int] | None:
+    """Formats per argument of the source, and null pointers behind them; None if in doubt.
+
+    Args:
+        signature: Of the source, by argument.
+        known: Offset and size of each parameter of the compiled kernel.
+    """
+    formats = [_format(kind) for kind in signature.values()]
+    if None in formats:
+        return None
+    text = "".join(f for f in formats if f)
+    scratch = len(known) - len(text)
+    if not 0 <= scratch <= _MOST_SCRATCH:
+        return None
+    text += "Q" * scratch
+    if known != [(at, driver.SIZES[f]) for at, f in zip(driver.offsets(text), text)]:
+        return None
+    return tuple(f or "" for f in formats), scratch
+
+
+def compiled_form(compiled: Any) -> _Compiled | None:
+    """What a compiled kernel takes; None where only Triton can launch it."""
+    if not driver.available():
+        return None
+    try:
+        meta = compiled.metadata
+        maps = meta.tensordesc_meta or []
+        compiled.run  # noqa: B018  loads the kernel, on the current device
+        known = driver.parameters(compiled.function)
+        plain = not (meta.global_scratch_size or meta.profile_scratch_size)
+        plain = plain and meta.num_ctas == 1
+        plain = plain and not (meta.launch_cooperative_grid or meta.launch_pdl)
+        plain = plain and all(m is not None and not m["fp4_padded"] for m in maps)
+    except (AttributeError, KeyError, TypeError):  # a Triton that looks otherwise inside
+        return None
+    found = None if known is None or not plain else formats_of(compiled.src.signature, known)
+    return None if found is None else _Compiled(compiled, *found)
+
+
+class Kept:
+    """A launch of which addresses alone change.
+
+    Args:
+        launch: Takes sources, outputs, work list, page table and sinks anew.
+        sources: Operand, encoder or None for a pointer, and what follows the map.
+        own: Addresses of the work list and the page table.
+    """
+
+    __slots__ = ("_launch", "_own", "_sources")
 
     def __init__(
-        self,
-        x: torch.Tensor,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        box: tuple[int, ...],
-        first: int = 0,
+        self, launch: driver.Launch, sources: list[tuple[int, Encoder | None, tuple[int, ...]]],
+        own: tuple[int, int],
+    ) -> None:  # fmt: skip
+        self._launch, self._sources, self._own = launch, sources, own
+
+    def __call__(
+        self, stream: int, q: int, k: int, v: int, o: int, lse: int, sinks: int | None = None
     ) -> None:
-        # The stride of a dimension of one element says nothing, but TMA still checks it.
-        self.strides = (*(16 if n == 1 else s for n, s in zip(shape[:-1], strides)), 1)
-        self.x, self.shape, self.box, self.first = x, tuple(shape), box, first
-        self.key = (x.data_ptr() + first * x.element_size(), x.dtype, self.shape, self.strides, box)
-
-    def descriptor(self) -> Any:
-        """Triton's own description, which it encodes when it launches."""
-        gl = hopper_compat.gl
-        element = gl.bfloat16 if self.x.dtype == torch.bfloat16 else gl.float16
-        layout = gl.NVMMASharedLayout.get_default_for(list(self.box), element)
-        return hopper_compat.TensorDescriptor(
-            self.x[..., self.first :], list(self.shape), list(self.strides), list(self.box), layout
-        )
+        """Launch from addresses, each a multiple of 16, on a stream of the current device."""
+        operands = (q, k, v)
+        values: list[Any] = []
+        for operand, encode, rest in self._sources:
+            address = operands[operand]
+            values.append(address if encode is None else encode(address))
+            values += rest
+        self._launch(stream, *values, o, lse, *self._own, lse if sinks is None else sinks)
 
 
-def _encoded(view: Map, meta: dict[str, Any]) -> Any:
-    """The encoded tensor map, kept."""
-    key = (view.key, meta["swizzle"])
-    found = _maps.get(key)
-    if found is None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        if len(_maps) >= _MOST_MAPS:
-            _maps.clear()
-        found = _maps[key] = make_tensordesc_arg(view.descriptor(), meta)[0]
-    return found
-
-
-def _c_launcher(compiled: Any) -> tuple[Callable[..., None], list[Any]] | None:
-    """The C launcher behind a compiled kernel and what it knows of its maps, if it is as in 3.6."""
-    try:
-        if hopper_compat.triton_version() != (3, 6):
-            return None
-        run = compiled.run
-        inner = run.launch
-        cells = dict(zip(inner.__code__.co_freevars, inner.__closure__))
-        launcher = cells["launcher"].cell_contents
-        metas = cells["tensordesc_meta"].cell_contents
-        plain = not (run.global_scratch_size or run.profile_scratch_size)
-        plain = plain and not (run.launch_cooperative_grid or run.launch_pdl) and run.num_ctas == 1
-        if not plain or not metas or None in metas:
-            return None
-        return launcher, metas
-    except Exception:  # looks otherwise inside: the ordinary way is always right
-        return None
-
-
-def _hooked() -> bool:
-    """Whether somebody, such as a profiler, asked to be called around launches."""
-    from triton import knobs
-
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
-
-
-def launch(
-    kernel: Any,
-    programs: int,
-    sources: tuple[Map | torch.Tensor | None, ...],
-    tensors: tuple[torch.Tensor, ...],
-    numbers: tuple[int | float, ...],
-    specialized: tuple[int, ...],
-    constants: dict[str, Any],
-    max_registers: int,
-) -> None:
-    """Launch on the current stream.
+class HopperLauncher:
+    """The kernel with everything fixed but its tensors.
 
     Args:
         kernel: The jitted kernel; its arguments are sources, tensors, numbers, ``specialized``
             numbers, then constants.
         programs: Grid size.
-        sources: Descriptors, pointers, or None for none.
-        tensors: Pointer arguments.
+        sources: Of the first arguments; None for none.
         numbers: Numbers that the compiler does not specialise on.
         specialized: Integers that it does, placed where the kernel's signature has them: after the
             first four numbers.
         constants: Compile-time arguments by name, in the order of the signature.
         max_registers: Registers per thread at launch.
     """
-    values = (*numbers[:4], *specialized, *numbers[4:])
-    fast = ENABLED and not _hooked()
-    if fast:
-        from triton.runtime import driver
 
-        device = torch.cuda.current_device()
-        addresses = tuple(t.data_ptr() for t in tensors)
-        kinds = tuple(x.box if isinstance(x, Map) else x is None for x in sources)
-        key = (
-            device, tensors[0].dtype, specialized, tuple(a % 16 for a in addresses), kinds,
-            max_registers, *constants.values(),
-        )  # fmt: skip
-        known = _kernels.get(key)
-        if known is not None:
-            compiled, c_launch, metas = known
-            described: list[Any] = []
-            left = iter(metas)
-            for x in sources:
-                if isinstance(x, Map):
-                    described += (_encoded(x, next(left)), *x.shape, *x.strides)
-                else:
-                    described.append(x if x is None else x.data_ptr())
-            c_launch(
-                programs, 1, 1, driver.active.get_current_stream(device), compiled.function,
-                False, False, None, None, compiled.packed_metadata, None, None, None,
-                *described, *addresses, *values, *constants.values(),
-            )  # fmt: skip
+    def __init__(
+        self, kernel: Any, programs: int, sources: tuple[Source | None, ...],
+        numbers: tuple[int | float, ...], specialized: tuple[int, ...],
+        constants: dict[str, Any], max_registers: int,
+    ) -> None:  # fmt: skip
+        self._kernel, self._programs, self._sources = kernel, programs, sources
+        self._values = (*numbers[:4], *specialized, *numbers[4:])
+        self._constants, self._registers = constants, max_registers
+        kinds = tuple(None if s is None else s.form and (s.form.dtype, s.form.box) for s in sources)
+        self._key = (specialized, kinds, max_registers, *constants.values())
+
+    def launch(self, operands: tuple[torch.Tensor, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+        """Launch on the current stream.
+
+        Args:
+            operands: Queries, keys and values.
+            tensors: The other pointer arguments: o, lse, work list, page table, sinks.
+        """
+        addresses = [t.data_ptr() for t in tensors]
+        kept = None
+        if not any(a & 15 for a in addresses):
+            kept = self.kept(operands[0].dtype, addresses[2], addresses[3])
+        if kept is not None and not is_hooked():
+            at = [x.data_ptr() for x in operands]
+            stream = driver.current_stream(driver.current_device())
+            kept(stream, *at, addresses[0], addresses[1], addresses[4])
             return
-    compiled = kernel[(programs,)](
-        *(x.descriptor() if isinstance(x, Map) else x for x in sources), *tensors, *values,
-        **constants,
-        num_warps=4, maxnreg=max_registers,
-    )  # fmt: skip
-    if fast and key not in _kernels:
-        found = _c_launcher(compiled)
-        _kernels[key] = None if found is None else (compiled, *found)
+        described = [
+            x if s is None or s.form is None else s.form.descriptor(x)
+            for s, x in ((s, None if s is None else operands[s.operand]) for s in self._sources)
+        ]
+        compiled = self._kernel[(self._programs,)](
+            *described, *tensors, *self._values, **self._constants,
+            num_warps=4, maxnreg=self._registers,
+        )  # fmt: skip
+        if driver.current_device is None or any(a & 15 for a in addresses):
+            return
+        key = (driver.current_device(), operands[0].dtype, self._key)
+        if key not in _known:
+            _known[key] = compiled_form(compiled)
+
+    def kept(self, dtype: torch.dtype, work: int, table: int) -> Kept | None:
+        """The launch for the driver, with a work list and a page table; None if not known yet.
+
+        Args:
+            dtype: Of the operands.
+            work: Address of the work list.
+            table: Address of the page table.
+        """
+        if not ENABLED or driver.current_device is None:
+            return None
+        known = _known.get((driver.current_device(), dtype, self._key))
+        if known is None:
+            return None
+        compiled, formats, scratch = known
+        metas = iter(compiled.metadata.tensordesc_meta)
+        sources: list[tuple[int, Encoder | None, tuple[int, ...]]] = []
+        for source in self._sources:
+            if source is not None and source.form is not None:
+                encoder = encoder_of(source.form, next(metas))
+                sources.append((source.operand, encoder, encoder.rest))
+            elif source is not None:
+                sources.append((source.operand, None, ()))
+        # All arguments up to the sinks change; the others are fixed here.
+        first = len(self._sources) + 5
+        changing = sum(map(len, formats[:first]))
+        fixed = (*self._values, *self._constants.values())
+        kept = [x for x, f in zip(fixed, formats[first:]) if f]
+        blank = [b"" if f == "M" else 0 for f in "".join(formats[:first])]
+        launch = driver.Launch(
+            compiled.function, (self._programs, 1, 1), compiled.metadata.num_warps * 32,
+            "".join(formats) + "Q" * scratch, (*blank, *kept, *(0,) * scratch), changing,
+            shared=compiled.metadata.shared, owner=compiled,
+        )  # fmt: skip
+        return Kept(launch, sources, (work, table))
 
 
-__all__ = ["ENABLED", "Map", "launch"]
+__all__ = ["ENABLED", "HopperLauncher", "Kept", "Source", "compiled_form", "formats_of"]

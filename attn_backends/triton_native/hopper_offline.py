@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from . import hopper_compat
-from .hopper_prefill import Variant, compile_arguments, key_box, query_box, split_lanes
+from .hopper_launch import formats_of
+from .hopper_variant import Variant, compile_arguments, key_box, query_box, split_lanes
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ALIGNED = (
     "o_ptr", "lse_ptr", "work_ptr", "table_ptr", "sinks_ptr", "stride_ot", "stride_oh", "stride_lt"
 )  # fmt: skip
+_PARAMETER = re.compile(r"\s*\.param (?:\.align (\d+) )?\.(\w+) .*?(?:\[(\d+)\])?,?\s*$")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class OfflineReport:
         hot_local: Those of them inside the loop over keys; None without a disassembler.
         overlap: Per consumer, exponentials between the two waits of the loop; None likewise.
         serialized: Whether ptxas warned that it serialized the tensor cores.
+        direct: Whether the driver can be handed its arguments, as ``hopper_launch`` does.
     """
 
     registers: int
@@ -62,6 +65,7 @@ class OfflineReport:
     hot_local: int | None
     overlap: tuple[int, ...] | None
     serialized: bool
+    direct: bool
 
 
 CASES = {
@@ -184,7 +188,24 @@ def inspect(compiled: Any) -> OfflineReport:
                 [disassembler, "-sass", cubin], capture_output=True, text=True, check=True
             ).stdout
             local, hot, overlap = read_sass(sass)
-    return OfflineReport(registers, compiled.metadata.shared, local, hot, overlap, serialized)
+    known = ptx_parameters(compiled.asm["ptx"])
+    direct = formats_of(compiled.src.signature, known) is not None
+    return OfflineReport(
+        registers, compiled.metadata.shared, local, hot, overlap, serialized, direct
+    )
+
+
+def ptx_parameters(ptx: str) -> list[tuple[int, int]]:
+    """Offset and size of each parameter of a kernel, as its PTX declares them."""
+    found, at = [], 0
+    for line in ptx.split(".entry", 1)[1].split(")", 1)[0].splitlines():
+        match = _PARAMETER.match(line)
+        if match:
+            size = int(match[3]) if match[3] else int(match[2][1:]) // 8
+            at += -at % int(match[1] or size)
+            found.append((at, size))
+            at += size
+    return found
 
 
 def read_sass(sass: str) -> tuple[int, int, tuple[int, ...]]:

@@ -128,7 +128,7 @@ def _draw(work_ptr, C):
 
 @gluon.jit
 def produce(
-    C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, left, right_end,
+    C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, num_rows, left, right_end,
     heads, group, head_group, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
 ):  # fmt: skip
     """The producer: announce each tile, and keep its slots filled."""
@@ -156,7 +156,8 @@ def produce(
         head = section * head_group + rest - entry * head_group
         at = work_ptr + WORK_HEADER + entry * WORK_FIELDS
         first = gl.load(at)
-        rows = gl.load(at + 1)
+        # The list may have been made for more rows than there are; -1 would end the work.
+        rows = gl.maximum(gl.minimum(gl.load(at + 1), num_rows - first), 0)
         kv_len = gl.load(at + 2)
         pos0 = gl.load(at + 3)
         key_start = gl.load(at + 4)

@@ -162,8 +162,8 @@ class TritonPlan(Plan):
                 shortest = min((n for n in batch.q_lens if n), default=0)
             self.splits = shortest * group <= self.short_rows
         else:
-            self.splits = True
             self.prefills = rows > self.short_rows
+            self.splits = self.short_rows > 0 or not self.prefills
         # Rows after the last sequence are filled by one of the two kernels.
         self.pad_rows = not self.exact and not self.prefills
         self.hopper = self._hopper_variant() if self.prefills else None
@@ -178,7 +178,8 @@ class TritonPlan(Plan):
             return None
         if self.backend.options.prefill_config is not None:  # a tuning run of the plain kernel
             return None
-        from .hopper_prefill import choose_variant, hopper_reasons
+        from .hopper_prefill import hopper_reasons
+        from .hopper_variant import choose_variant
 
         if hopper_reasons(spec):
             return None
@@ -205,6 +206,8 @@ class TritonPlan(Plan):
             return ALL_ROWS
         if options.short_rows is not None:
             return options.short_rows
+        if options.hopper:
+            return 0
         short = max(SHORT_ROWS, min(4 * spec.group_size, 512))
         tiles = -(-batch.total_q * spec.num_heads // 128) + batch.num_seqs
         if short < rows <= SHORT_ROWS_IDLE and tiles < self.device.processors:
@@ -333,7 +336,8 @@ class TritonPlan(Plan):
             q.dtype, k.dtype, share, extras.sinks is None, scale_kind(extras.k_scale),
             scale_kind(extras.v_scale),
         )  # fmt: skip
-        key = (q.shape[0], form)
+        # Tensor maps hold the shapes of keys and values, which pointers do not.
+        key = (q.shape[0], form, None if self.hopper is None else (k.shape, v.shape))
         call = self._prepared.get(key)
         if call is None:
             call = self._prepared[key] = Call(self, q, k, v, out, extras, share, form)

@@ -32,12 +32,13 @@ class _Launch(NamedTuple):
     Attributes:
         launch: Its first arguments change.
         ends: Whether it takes outputs, sinks and the scale of values alone, as ``Step`` says.
-        own: Addresses of the plan's tensors, between those of the call; empty if they stay.
+        own: Addresses of the plan's tensors, between those of the call; None of the
+            warp-specialised prefill, which knows them and takes sinks alone of the options.
     """
 
-    launch: driver.Launch
+    launch: Any
     ends: bool
-    own: tuple[int, ...]
+    own: tuple[int, ...] | None
 
 
 class Repeat:
@@ -158,7 +159,9 @@ class Repeat:
             return False
         options = (*at[:3], self._mask_indptr, *at[3:])
         for launch, ends, own in self._launches:
-            if ends:
+            if own is None:
+                launch(stream, *five, at[0])
+            elif ends:
                 launch(stream, *five[3:], *own, at[0], at[4], v_factor)
             else:
                 launch(stream, *five, *own, *options, scale, self._softcap, v_factor)
@@ -177,7 +180,7 @@ def repeat_of(
         out: Outputs.
         given: Whether the caller gave them.
     """
-    if call.hopper or call.bytes or not call.steps or _OTHER in kinds(extras):
+    if call.bytes or not call.steps or _OTHER in kinds(extras):
         return None
     plain = all(x is None for x in extras)
     spare = call.steps[0].at[0]
@@ -185,6 +188,12 @@ def repeat_of(
     mask_indptr = spare if starts is None else starts.data_ptr()
     launches = []
     for step in call.steps:
+        if call.hopper is not None and step.launcher is call.prefill:
+            kept = call.hopper.kept(tensors[0], call.plan.hopper_work, call.plan.batch.page_table)
+            if kept is None:
+                return None
+            launches.append(_Launch(kept, False, None))
+            continue
         form = step.launcher.form(call.key)
         if form is None:
             return None

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from attn_backends import driver
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_native import hopper_compat, hopper_launch
-from attn_backends.triton_native.hopper_prefill import (
+from attn_backends.triton_native import hopper_compat, hopper_launch, hopper_maps
+from attn_backends.triton_native.hopper_call import sources
+from attn_backends.triton_native.hopper_launch import HopperLauncher, Source, formats_of
+from attn_backends.triton_native.hopper_maps import MapForm
+from attn_backends.triton_native.hopper_prefill import hopper_prefill, hopper_reasons
+from attn_backends.triton_native.hopper_variant import (
     Variant,
     choose_variant,
     compile_arguments,
-    hopper_prefill,
-    hopper_reasons,
     pack_size,
-    sources,
     split_lanes,
 )
 
@@ -146,95 +147,165 @@ def test_second_lanes_start_where_the_first_end():
     q = torch.zeros(5, 4, 192, dtype=torch.bfloat16)
     k = torch.zeros(7, 2, 192, dtype=torch.bfloat16)
     v = torch.zeros(7, 2, 128, dtype=torch.bfloat16)
-    first, second, keys, more, values = sources(q, k, v, Variant(), None)
+    found = sources(q, k, v, Variant(), None)
+    first, second, keys, more, values = (source.form for source in found)
+    assert [source.operand for source in found] == [0, 0, 1, 1, 2]
     assert first.shape == (5, 4, 128) and second.shape == (5, 4, 64)
-    assert second.key[0] - first.key[0] == more.key[0] - keys.key[0] == 256
+    assert (first.first, second.first, keys.first, more.first) == (0, 128, 0, 128)
     assert keys.shape == (1, 7, 2, 128) and more.shape == (1, 7, 2, 64)
     assert values.shape == (1, 7, 2, 128) and first.strides == (768, 192, 1)
     cache = torch.zeros(3, 5, 2, 192, dtype=torch.bfloat16)
     gathered = sources(q, cache, cache[..., :128], Variant(), 5)
-    assert gathered[2] is cache and gathered[3] is None
+    assert gathered[2:] == (Source(1, None), None, Source(2, None))
 
 
-class _FakeKernel:
-    """Stands for the jitted kernel: launches end in Triton's own wrapper around a recorder."""
+SIGNATURE = {
+    "q": "tensordesc<bf16[64, 1, 128],layout[0]>", "q1": "constexpr",
+    "k": "tensordesc<bf16[1, 16, 1, 128],layout[0]>", "k1": "constexpr", "v": "*bf16",
+    "o": "*bf16", "lse": "*fp32", "work": "*i32", "table": "*i32", "sinks": "*fp32",
+    "scale": "fp32", "lse_scale": "fp32", "softcap_in": "fp32", "softcap_out": "fp32",
+    "stride_ot": "i64", "stride_oh": "i64", "stride_lt": "i64", "stride_lh": "constexpr",
+    "heads": "i32", "D": "constexpr",
+}  # fmt: skip
+FORMATS = "MiiiqqqMiiiiqqqqQQQQQQffffqqqi"
 
-    def __init__(self, calls: list[tuple]) -> None:
-        from triton.backends.nvidia import driver
 
-        meta = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 1, 64],
-                "fp4_padded": False}  # fmt: skip
-        maps = (0, 2, 4)
-        signature = {
-            i: "tensordesc<bf16[64, 1, 128],x>" if i in maps else "constexpr" for i in range(5)
-        }
-        record = lambda *a: calls.append(a)  # noqa: E731
-        inner = driver.wrap_handle_tensordesc(record, signature, [meta] * 3)
-        self.compiled = SimpleNamespace(
-            function=7, packed_metadata=("packed",),
-            run=SimpleNamespace(
-                launch=inner, global_scratch_size=0, profile_scratch_size=0,
-                launch_cooperative_grid=False, launch_pdl=False, num_ctas=1,
-            ),
+def _known(formats: str) -> list[tuple[int, int]]:
+    return [(at, driver.SIZES[f]) for at, f in zip(driver.offsets(formats), formats)]
+
+
+def test_arguments_are_laid_out_as_the_compiled_kernel_has_them():
+    assert driver.offsets("QMiM") == [0, 64, 192, 256]
+    for scratch in range(3):
+        text = FORMATS + "Q" * scratch
+        formats, found = formats_of(SIGNATURE, _known(text))
+        assert "".join(formats) == FORMATS and found == scratch and formats[1] == ""
+    assert formats_of(SIGNATURE, _known(FORMATS[:-1])) is None
+    assert formats_of(SIGNATURE, _known(FORMATS + "QQQ")) is None
+    assert formats_of(SIGNATURE, _known(FORMATS[:-1] + "q")) is None
+    assert formats_of({**SIGNATURE, "heads": "fp64"}, _known(FORMATS)) is None
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """``(make, log)``: launchers on the CPU; ``log`` has what Triton and the driver were given."""
+    log: list[tuple] = []
+    meta = {"swizzle": 3, "block_size": [64, 1, 64], "fp4_padded": False}
+    compiled = SimpleNamespace(
+        function=7, run=None, src=SimpleNamespace(signature=SIGNATURE),
+        metadata=SimpleNamespace(
+            tensordesc_meta=[meta, {**meta, "block_size": [1, 16, 1, 64]}],
+            global_scratch_size=0, profile_scratch_size=0, num_ctas=1, num_warps=12, shared=99,
+            launch_cooperative_grid=False, launch_pdl=False,
+        ),
+    )  # fmt: skip
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def call(*arguments, num_warps, maxnreg, **constants):
+                log.append(("triton", grid, num_warps, maxnreg, arguments, constants))
+                return compiled
+
+            return call
+
+    class Launch:
+        def __init__(self, function, grid, threads, formats, values, changing, **more):
+            assert len(formats) == len(values)
+            self.what = (function, grid, threads, formats, values[changing:], more["shared"])
+
+        def __call__(self, stream, *values):
+            log.append(("driver", *self.what[:4], (*values, *self.what[4]), stream))
+
+    monkeypatch.setattr(hopper_launch, "_known", {})
+    monkeypatch.setattr(hopper_launch, "is_hooked", lambda: False)
+    monkeypatch.setattr(driver, "available", lambda: True)
+    monkeypatch.setattr(driver, "parameters", lambda function: _known(FORMATS + "Q"))
+    monkeypatch.setattr(driver, "current_device", lambda: 0)
+    monkeypatch.setattr(driver, "current_stream", lambda index: 5)
+    monkeypatch.setattr(driver, "tensor_map", lambda *a: repr(a).encode())
+    monkeypatch.setattr(driver, "Launch", Launch)
+    monkeypatch.setattr(hopper_maps.MapForm, "descriptor", lambda form, x: (form, x.data_ptr()))
+
+    def make(q, k):
+        def form(x, box):
+            return MapForm.of(x, x.shape, x.stride(), box)
+
+        given = (
+            Source(0, form(q, (64, 1, 128))), None, Source(1, form(k, (1, 16, 1, 128))), None,
+            Source(2, None),
         )  # fmt: skip
+        return HopperLauncher(
+            Kernel(), 9, given, (1.0, 2.0, 3.0, 4.0, 5), (11, 12, 13, 1), {"D": 128}, 168
+        )
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def call(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> Any:
-            base = (grid[0], 1, 1, 5, 7, False, False, None, None, ("packed",), None, None, None)
-            self.compiled.run.launch(*base, *arguments, *constants.values())
-            return self.compiled
-
-        return call
+    return make, log
 
 
-def test_kept_maps_launch_with_the_arguments_that_triton_would_pass(monkeypatch):
-    if hopper_compat.triton_version() != (3, 6):
-        assert hopper_launch._c_launcher(SimpleNamespace(run=None)) is None
-        return
-    from triton.backends.nvidia import driver as nvidia
-    from triton.runtime import driver
+def _operands() -> tuple[torch.Tensor, ...]:
+    q, k, v = (torch.zeros(n, 16, 1, 128, dtype=torch.bfloat16) for n in (70, 3, 3))
+    return q[:, 0], k, v
 
-    encodings: list[tuple] = []
 
-    def encode(*arguments: Any) -> tuple:
-        encodings.append(arguments)
-        return ("map", *map(str, arguments))
+def test_a_launch_is_handed_to_the_driver_once_its_kernel_is_known(launched):
+    make, log = launched
+    operands, tensors = _operands(), tuple(torch.zeros(8) for _ in range(5))
+    launcher = make(*operands[:2])
+    launcher.launch(operands, tensors)
+    assert [x[0] for x in log] == ["triton"]
+    _, grid, warps, registers, arguments, constants = log[0]
+    assert (grid, warps, registers, constants) == ((9,), 4, 168, {"D": 128})
+    assert arguments[1] is arguments[3] is None and arguments[4] is operands[2]
+    assert arguments[10:] == (1.0, 2.0, 3.0, 4.0, 11, 12, 13, 1, 5)
 
-    active = SimpleNamespace(
-        utils=SimpleNamespace(fill_tma_descriptor=encode), get_current_stream=lambda device: 5
-    )
-    monkeypatch.setattr(nvidia.triton.runtime.driver, "_active", active, raising=False)
-    monkeypatch.setattr(driver, "_active", active, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(hopper_launch, "_maps", {})
-    monkeypatch.setattr(hopper_launch, "_kernels", {})
+    launcher.launch(operands, tensors)
+    kind, function, grid, threads, formats, values, stream = log[1]
+    assert (kind, function, grid, threads, stream) == ("driver", 7, (9, 1, 1), 12 * 32, 5)
+    assert formats == FORMATS + "Q"
+    q, k, v = (x.data_ptr() for x in operands)
+    q_map = repr((q, 9, (70, 1, 128), [4096, 32], (64, 1, 64), 3)).encode()
+    k_map = repr((k, 9, (3, 16, 1, 128), [4096, 256, 32], (1, 16, 1, 64), 3)).encode()
+    assert values == (
+        q_map, 70, 1, 128, 2048, 16, 1, k_map, 3, 16, 1, 128, 2048, 128, 16, 1, v,
+        *(x.data_ptr() for x in tensors), 1.0, 2.0, 3.0, 4.0, 11, 12, 13, 5, 0,
+    )  # fmt: skip
 
-    calls: list[tuple] = []
-    kernel = _FakeKernel(calls)
-    tensors = tuple(torch.zeros(8) for _ in range(4))
 
-    def run(x: torch.Tensor) -> None:
-        view = hopper_launch.Map(x, tuple(x.shape), x.stride(), (64, 1, 128))
-        hopper_launch.launch(
-            kernel, 9, (view, None, view, None, view), tensors,
-            (1.0, 2.0, 3.0, 4.0, 5, 6, 7, 8, 9, 10), (11, 12, 13, 14),
-            {"D": 128, "DYNAMIC": True}, 168,
-        )  # fmt: skip
+def test_maps_are_encoded_once_per_address(launched, monkeypatch):
+    make, log = launched
+    encoded: list[int] = []
+    monkeypatch.setattr(driver, "tensor_map", lambda at, *a: encoded.append(at) or b"map")
+    monkeypatch.setattr(hopper_maps, "_encoder", hopper_maps.Encoder)
+    operands, tensors = _operands(), tuple(torch.zeros(8) for _ in range(5))
+    launcher = make(*operands[:2])
+    launcher.launch(operands, tensors)
+    kept = launcher.kept(torch.bfloat16, 32, 48)
+    for _ in range(3):
+        kept(5, *(x.data_ptr() for x in operands), 16, 64)
+    assert encoded == [operands[0].data_ptr(), operands[1].data_ptr()]
+    kept(5, 4096, 8192, 16, 16, 64, 80)
+    assert encoded[2:] == [4096, 8192]
+    assert log[-1][5][-14:-9] == (16, 64, 32, 48, 80)
 
-    def plain(call: tuple) -> list:
-        return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in call]
 
-    x, y = (torch.zeros(70, 1, 128, dtype=torch.bfloat16) for _ in range(2))
-    run(x)
-    assert len(encodings) == 3
-    run(x)
-    assert len(encodings) == 4  # the first use of the kept way encodes once more, for all three
-    run(x)
-    assert len(encodings) == 4
-    assert plain(calls[0]) == plain(calls[1]) == plain(calls[2])
-    run(y)
-    assert len(encodings) == 5
-    assert plain(calls[3]) != plain(calls[0])
+def test_odd_addresses_hooks_and_foreign_kernels_are_left_to_triton(launched, monkeypatch):
+    make, log = launched
+    operands, tensors = _operands(), tuple(torch.zeros(8) for _ in range(5))
+    launcher = make(*operands[:2])
+    odd = (*tensors[:4], torch.zeros(9)[1:])
+    for _ in range(2):
+        launcher.launch(operands, odd)
+    launcher.launch(operands, tensors)
+    monkeypatch.setattr(hopper_launch, "is_hooked", lambda: True)
+    launcher.launch(operands, tensors)
+    monkeypatch.setattr(hopper_launch, "is_hooked", lambda: False)
+    monkeypatch.setattr(hopper_launch, "ENABLED", False)
+    launcher.launch(operands, tensors)
+    monkeypatch.setattr(hopper_launch, "ENABLED", True)
+    monkeypatch.setattr(hopper_launch, "_known", {})
+    monkeypatch.setattr(driver, "parameters", lambda function: _known("QQ"))
+    for _ in range(2):
+        launcher.launch(operands, tensors)
+    assert [x[0] for x in log] == ["triton"] * 7
 
 
 def test_the_kernel_and_the_work_list_agree_on_the_layout():

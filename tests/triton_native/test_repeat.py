@@ -56,7 +56,7 @@ def made(monkeypatch):
             Step(launchers[1], (2, 1, 1), tuple, MERGE_AT, (13,), True),
         ]
         call = SimpleNamespace(
-            steps=steps, hopper=False, bytes=False, scale=0.5, softcap=1.0, key="key",
+            steps=steps, hopper=None, bytes=False, scale=0.5, softcap=1.0, key="key",
             plan=SimpleNamespace(mask_indptr=None),
         )  # fmt: skip
         out = AttentionOutput(torch.empty(4, 2, 16), torch.empty(4, 2))
