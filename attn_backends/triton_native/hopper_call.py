@@ -40,9 +40,10 @@ def on_device(device: torch.device) -> Any:
 
 
 def sources(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: Variant, page_size: int | None
-) -> tuple[Source | None, ...]:
-    """The kernel's first five arguments: how queries, keys and values are read."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dv: int, variant: Variant,
+    page_size: int | None,
+) -> tuple[Source | None, ...]:  # fmt: skip
+    """The kernel's first five arguments: how queries, keys and ``dv`` lanes of values are read."""
 
     def queries(first: int, lanes: int) -> Source:
         box = query_box(variant, lanes)
@@ -61,7 +62,7 @@ def sources(
     first = queries(0, d), queries(d, d1) if d1 else None
     if variant.gathers(page_size):
         return (*first, Source(1, None), None, Source(2, None))
-    return (*first, keys(1, 0, d), keys(1, d, d1) if d1 else None, keys(2, 0, v.shape[-1]))
+    return (*first, keys(1, 0, d), keys(1, d, d1) if d1 else None, keys(2, 0, dv))
 
 
 class HopperCall:
@@ -70,7 +71,7 @@ class HopperCall:
     Args:
         q: ``[T, H, D]`` bfloat16 or float16, D and DV as in ``HEAD_DIMS``.
         k: ``[Tk, HK, D]``, or ``[num_pages, page_size, HK, D]``.
-        v: As ``k``, of DV lanes.
+        v: As ``k``, of DV lanes or more; only the first DV are read.
         o: ``[T, H, DV]`` output, any strides over tokens and heads.
         lse: ``[T, H]`` float32 output, natural log.
         variant: What to launch.
@@ -95,7 +96,8 @@ class HopperCall:
         num_kv_heads, paged = k.shape[-2], page_table is not None
         assert paged == (k.dim() == 4) and q.dtype == k.dtype == v.dtype == o.dtype
         assert page_table is None or page_table.stride(1) == 1 or page_table.shape[1] == 1
-        assert o.shape == (total_q, num_heads, v.shape[-1]) and o.stride(-1) == 1
+        dv = o.shape[-1]
+        assert o.shape[:2] == (total_q, num_heads) and o.stride(-1) == 1 and dv <= v.shape[-1]
         assert lse.shape == (total_q, num_heads) and lse.dtype == torch.float32
         assert variant.pack in (1, pack_size(num_heads // num_kv_heads))
         # No key anywhere: every tile is empty, but a tensor map needs an address.
@@ -104,7 +106,7 @@ class HopperCall:
             k, v = self._spare = tuple(q.new_zeros((1, *x.shape[1:])) for x in (k, v))
         page_size = k.shape[1] if paged else None
         constants = compile_arguments(
-            variant, head_dim, v.shape[-1], page_size, causal, window, softcap, sinks
+            variant, head_dim, dv, page_size, causal, window, softcap, sinks
         )
         tiles = total_q // variant.tile + num_seqs + 1
         heads = num_heads if variant.pack == 1 else num_kv_heads
@@ -133,7 +135,7 @@ class HopperCall:
         )  # fmt: skip
         self._launcher = HopperLauncher(
             _hopper_prefill_kernel, min(programs, tiles * heads),
-            sources(q, k, v, variant, page_size), numbers, (*o.stride()[:2], *lse.stride()),
+            sources(q, k, v, dv, variant, page_size), numbers, (*o.stride()[:2], *lse.stride()),
             constants, variant.max_registers,
         )  # fmt: skip
 

@@ -139,3 +139,20 @@ def test_plans_with_room_write_all_rows_of_fewer_queries():
         want = plain.run(q, k, v, plain.plan(batch))
         _assert_near(ab.AttentionOutput(got.o[:1000], got.lse[:1000]), want)
         assert (got.o[1000:] == 0).all() and (got.lse[1000:] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_values_may_be_the_first_lanes_of_the_keys(page_size):
+    table = torch.randperm(90, device="cuda").int()[: 2 * (-(-640 // 16))]
+    if page_size == 1:
+        table = torch.randperm(1300, device="cuda").int()[: 2 * 640]
+    batch = ab.Batch.from_lengths(
+        [400, 200], [640, 200], page_table=table.view(2, -1), device="cuda"
+    )
+    spec = ab.AttentionSpec(8, 2, 192, head_dim_v=128, dtype=torch.bfloat16, page_size=page_size)
+    q = torch.randn(600, 8, 192, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(1440 // page_size, page_size, 2, 192, device="cuda", dtype=torch.bfloat16)
+    backend, plain = _backend(spec, hopper=True), _backend(spec, hopper=False)
+    plan, want = backend.plan(batch), plain.run(q, k, None, plain.plan(batch))
+    for _ in range(3):
+        _assert_near(backend.run(q, k, None, plan), want)

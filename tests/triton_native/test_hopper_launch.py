@@ -147,7 +147,7 @@ def test_second_lanes_start_where_the_first_end():
     q = torch.zeros(5, 4, 192, dtype=torch.bfloat16)
     k = torch.zeros(7, 2, 192, dtype=torch.bfloat16)
     v = torch.zeros(7, 2, 128, dtype=torch.bfloat16)
-    found = sources(q, k, v, Variant(), None)
+    found = sources(q, k, v, 128, Variant(), None)
     first, second, keys, more, values = (source.form for source in found)
     assert [source.operand for source in found] == [0, 0, 1, 1, 2]
     assert first.shape == (5, 4, 128) and second.shape == (5, 4, 64)
@@ -155,8 +155,10 @@ def test_second_lanes_start_where_the_first_end():
     assert keys.shape == (1, 7, 2, 128) and more.shape == (1, 7, 2, 64)
     assert values.shape == (1, 7, 2, 128) and first.strides == (768, 192, 1)
     cache = torch.zeros(3, 5, 2, 192, dtype=torch.bfloat16)
-    gathered = sources(q, cache, cache[..., :128], Variant(), 5)
+    gathered = sources(q, cache, cache, 128, Variant(), 5)
     assert gathered[2:] == (Source(1, None), None, Source(2, None))
+    shared = sources(q, cache, cache, 128, Variant(), 16)[4].form
+    assert shared.shape == (3, 5, 2, 128) and shared.strides == (1920, 384, 192, 1)
 
 
 SIGNATURE = {
