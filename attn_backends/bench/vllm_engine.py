@@ -53,6 +53,11 @@ def build(options: dict[str, Any]) -> Any:
     """The engine, with prefix caching, chunked prefill and decode graphs."""
     from vllm import LLM
 
+    name = options["backend"]
+    if options["ours"]:
+        from ..engines.vllm import backend_name
+
+        name = backend_name()
     dummy = options["dummy"]
     if dummy:
         spread_dummy_weights()
@@ -74,7 +79,7 @@ def build(options: dict[str, Any]) -> Any:
         enable_chunked_prefill=True,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=options["kv_bytes"],
-        attention_backend=options["backend"],
+        attention_backend=name,
         compilation_config=graphs,
     )
 

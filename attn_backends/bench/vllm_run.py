@@ -89,15 +89,6 @@ MODELS = {
 }
 
 
-def real_backend(backend: str) -> str:
-    """The name that an engine knows a backend by."""
-    if backend != OURS:
-        return backend
-    from ..engines.vllm import backend_name
-
-    return backend_name()
-
-
 def start(
     backend: str, model: Model, dtype: str, folder: Path, logs: Path, args: argparse.Namespace
 ) -> Engine:
@@ -105,7 +96,7 @@ def start(
     options = {
         "model": str(folder),
         "dummy": bool(model.config),
-        "backend": real_backend(backend),
+        "backend": backend,
         "ours": backend == OURS,
         "dtype": dtype,
         "compile": dtype in model.compiled,
