@@ -23,8 +23,11 @@ class Padded:
         members: The sequences, by number.
         page_size: Of a paged cache, or None.
         left: How far back a window reaches; keys that no query sees are left out.
+        dense: Ragged keys lie back to back, each sequence with exactly those that are wanted.
 
     Attributes:
+        whole: The members are all rows of the batch, in order, and nothing is padded: then
+            queries and rows are views.
         q_lens: ``[n]`` int32 on the device.
         kv_lens: ``[n]`` int32 on the device: keys that some query sees.
         max_q: Longest query count.
@@ -37,6 +40,8 @@ class Padded:
         members: Sequence[int],
         page_size: int | None,
         left: int | None,
+        *,
+        dense: bool = False,
     ) -> None:
         assert batch.q_lens is not None and batch.kv_lens is not None
         device = batch.device
@@ -45,6 +50,9 @@ class Padded:
         kv_lens = [kept_keys(q, kv, left) for q, kv in zip(q_lens, all_keys)]
         q_starts = [0, *accumulate(batch.q_lens)]
         self.max_q, self.max_k = max(q_lens), max(kv_lens)
+        every = list(members) == list(range(batch.num_seqs))
+        self.whole = every and min(q_lens) == self.max_q
+        self._views = dense and every and min(kv_lens) == self.max_k
         self.q_lens = to_device(q_lens, torch.int32, device)
         self.kv_lens = to_device(kv_lens, torch.int32, device)
         starts = to_device([q_starts[b] for b in members], torch.int64, device)
@@ -84,10 +92,15 @@ class Padded:
 
     def queries(self, q: torch.Tensor) -> torch.Tensor:
         """``q [T, H, D]`` as ``[n, H, max_q, D]``; rows past a sequence repeat some other row."""
+        if self.whole:
+            return q.view(-1, self.max_q, *q.shape[1:]).transpose(1, 2)
         return q[self._query_rows].transpose(1, 2)
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
         """Ragged or paged ``k`` or ``v`` as ``[n, HK, max_k, D]``, zero past a sequence's keys."""
+        if self._views:
+            used = x[: len(self._all_keys) * self.max_k]
+            return used.view(-1, self.max_k, *x.shape[1:]).transpose(1, 2)
         found = take(x, self._where)
         if self._short_k is not None:
             bits = found.view(torch.uint8) if found.dtype.itemsize == 1 else found
@@ -110,7 +123,8 @@ class Padded:
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """``[n, H, max_q, ...]`` as the rows that exist, ``[rows, H, ...]``, in order."""
-        return x.transpose(1, 2).flatten(0, 1)[self._rows]
+        rows = x.transpose(1, 2).flatten(0, 1)
+        return rows if self.whole else rows[self._rows]
 
 
 def kept_keys(q_len: int, kv_len: int, left: int | None) -> int:

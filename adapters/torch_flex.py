@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal
 
 import torch
@@ -65,6 +65,7 @@ def compiled(name: str) -> Callable[..., Any]:
     """
     function = torch.compile(getattr(flex_module(), name), dynamic=True, fullgraph=True)
 
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(
             recompile_limit=_VARIANTS, accumulated_recompile_limit=_VARIANTS
@@ -72,6 +73,14 @@ def compiled(name: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
+
+
+def flex_attention(fast: bool, *tensors: torch.Tensor, **options: Any) -> Any:
+    """The library's function of that name, compiled or as it is."""
+    if fast:
+        return compiled("flex_attention")(*tensors, **options)
+    with nullcontext() if torch.compiler.is_compiling() else without_advice():
+        return flex_module().flex_attention(*tensors, **options)
 
 
 _ADVICE = "flex_attention called without torch.compile"
@@ -99,7 +108,9 @@ class TorchFlexPlan(Plan):
         inner = self.work.batch
         members = range(inner.num_seqs)
         left, page_size = self.spec.bounds[0], self.spec.page_size
-        self.padded = Padded(inner, members, page_size, left) if members else None
+        self.padded = None
+        if members:
+            self.padded = Padded(inner, members, page_size, left, dense=self.work.dense)
         self.starts = mask_starts(inner, members) if self.spec.has_mask else None
         self.block_mask: Any = None
 
@@ -184,18 +195,17 @@ class TorchFlexBackend(AdapterBackend):
         with torch.no_grad():
             if plan.block_mask is None or visible is not None:
                 plan.block_mask = _block_mask(spec, padded, visible, fast)
-            function = compiled("flex_attention") if fast else flex_module().flex_attention
-            with nullcontext() if fast or torch.compiler.is_compiling() else without_advice():
-                o, aux = function(
-                    query,
-                    key,
-                    value,
-                    score_mod=score_mod(spec, padded, extras),
-                    block_mask=plan.block_mask,
-                    scale=spec.scale,
-                    enable_gqa=spec.group_size > 1,
-                    return_aux=flex_module().AuxRequest(lse=True),
-                )
+            o, aux = flex_attention(
+                fast,
+                query,
+                key,
+                value,
+                score_mod=score_mod(spec, padded, extras),
+                block_mask=plan.block_mask,
+                scale=spec.scale,
+                enable_gqa=spec.group_size > 1,
+                return_aux=flex_module().AuxRequest(lse=True),
+            )
             o = padded.rows(o)
             if extras.v_scale is not None:
                 o = o.float() * per_head(extras.v_scale, spec, q.device)[:, None]

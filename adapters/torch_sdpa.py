@@ -27,7 +27,8 @@ from .flash_build import kernel_query, kernel_scale, round_up
 from .padded import Padded, kept_keys, mask_starts
 from .tensors import widen
 
-_OPS = {
+#: The operators, which are private, by kernel.
+OPERATORS = {
     "flash": "_scaled_dot_product_flash_attention",
     "efficient": "_scaled_dot_product_efficient_attention",
     "cudnn": "_scaled_dot_product_cudnn_attention",
@@ -52,12 +53,14 @@ class Group(NamedTuple):
         bounds: ``[q_len, kv_len]`` bool that causality and window leave, or None if they hide
             nothing.
         causal: ``is_causal`` of the kernel says what ``bounds`` would.
+        bias: What is added to scores, if ``bounds`` alone decides.
     """
 
     padded: Padded
     starts: torch.Tensor | None
     bounds: torch.Tensor | None
     causal: bool
+    bias: torch.Tensor | None = None
 
 
 class TorchSdpaPlan(Plan):
@@ -76,7 +79,7 @@ class TorchSdpaPlan(Plan):
 
     def _group(self, batch: Batch, seqs: list[int], q_len: int, kv_len: int) -> Group:
         spec = self.spec
-        padded = Padded(batch, seqs, spec.page_size, spec.bounds[0])
+        padded = Padded(batch, seqs, spec.page_size, spec.bounds[0], dense=self.work.dense)
         starts = mask_starts(batch, seqs) if spec.has_mask else None
         left, right = spec.bounds
         diagonal = kv_len - q_len
@@ -94,7 +97,10 @@ class TorchSdpaPlan(Plan):
             bounds &= j >= i - left
         if right is not None:
             bounds &= j <= i + right
-        return Group(padded, starts, bounds, False)
+        bias = None
+        if not spec.has_mask and not spec.has_alibi:
+            bias = _bias(spec, padded, bounds, None)
+        return Group(padded, starts, bounds, False, bias)
 
 
 class TorchSdpaBackend(AdapterBackend):
@@ -123,7 +129,7 @@ class TorchSdpaBackend(AdapterBackend):
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
         """A PyTorch without one of the operators, which are private."""
-        missing = [name for name in _OPS.values() if not hasattr(torch.ops.aten, name)]
+        missing = [name for name in OPERATORS.values() if not hasattr(torch.ops.aten, name)]
         return [Reason("torch", torch.__version__, f"a version with aten::{n}") for n in missing]
 
     @classmethod
@@ -173,13 +179,16 @@ class TorchSdpaBackend(AdapterBackend):
             return no_keys(q, spec, out)
         v = k[..., : spec.dv] if v is None else v
         rows = take_rows(q, work)
-        o = torch.empty(rows.shape[0], spec.num_heads, spec.dv, dtype=q.dtype, device=q.device)
-        lse = torch.empty(rows.shape[:2], dtype=torch.float32, device=q.device)
         with torch.no_grad():
+            if plan.groups[0].padded.whole:
+                o, lse = attend(self, plan.groups[0], rows, k, v, extras)
+                return restore(o, lse, work, q.shape[0], out)
+            o = torch.empty(*rows.shape[:2], spec.dv, dtype=q.dtype, device=q.device)
+            lse = torch.empty(rows.shape[:2], dtype=torch.float32, device=q.device)
             for group in plan.groups:
                 part_o, part_lse = attend(self, group, rows, k, v, extras)
-                o.index_copy_(0, group.padded.targets, group.padded.rows(part_o))
-                lse.index_copy_(0, group.padded.targets, group.padded.rows(part_lse))
+                o.index_copy_(0, group.padded.targets, part_o)
+                lse.index_copy_(0, group.padded.targets, part_lse)
         return restore(o, lse, work, q.shape[0], out)
 
 
@@ -191,14 +200,16 @@ def attend(
     v: torch.Tensor,
     extras: RunExtras,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(o [n, H, q_len, DV], lse [n, H, q_len])`` of one group."""
+    """``(o [rows, H, DV], lse [rows, H])`` of one group."""
     spec, padded = backend.spec, group.padded
     query, key, value = padded.queries(q), padded.keys(k), padded.keys(v)
     visible = group.bounds
     if extras.mask is not None and group.starts is not None:
         mine = padded.mask(extras.mask, group.starts)[:, None]  # [n, 1, q_len, kv_len]
         visible = mine if visible is None else mine & visible
-    bias = _bias(spec, padded, visible, extras.alibi_slopes)
+    bias = group.bias
+    if bias is None:
+        bias = _bias(spec, padded, visible, extras.alibi_slopes)
     kernel = _kernel(backend.options.kernel, query, spec, bias is not None)
     narrow = kernel == "efficient" and extras.alibi_slopes is not None
     if narrow or kernel == "cpu":
@@ -212,7 +223,7 @@ def attend(
         empty = ~visible.any(dim=-1)  # [n, 1, q_len]
         o = o.masked_fill(empty[..., None], 0)
         lse = lse.masked_fill(empty, float("-inf"))
-    return o, lse
+    return padded.rows(o), padded.rows(lse)
 
 
 def _kernel(asked: str, query: torch.Tensor, spec: AttentionSpec, biased: bool) -> str:
@@ -255,7 +266,7 @@ def _call(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One kernel on ``[n, H, L, D]``, natural LSE ``[n, H, L]``."""
-    op = getattr(torch.ops.aten, _OPS[kernel])
+    op = getattr(torch.ops.aten, OPERATORS[kernel])
     dv = v.shape[-1]
     if kernel == "cpu":
         width = max(q.shape[-1], dv)
@@ -265,7 +276,7 @@ def _call(
         o, lse = op(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
         return o[..., :dv], lse
     group = q.shape[1] // k.shape[1]
-    if group > 1:
+    if group > 1 and kernel != "flash":  # which shares heads of keys by itself
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     width = round_up(q.shape[-1], 8)
     value_width = round_up(dv, 8) if kernel != "flash" else round_up(max(width, dv), 8)
@@ -294,4 +305,4 @@ def _aligned_bias(
     return wide[..., :keys].expand(q.shape[0], q.shape[1], -1, -1)
 
 
-__all__ = ["TorchSdpaBackend", "TorchSdpaOptions"]
+__all__ = ["OPERATORS", "TorchSdpaBackend", "TorchSdpaOptions"]

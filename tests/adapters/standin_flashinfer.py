@@ -50,6 +50,13 @@ def _check_options(options: dict) -> None:
         assert options["disable_split_kv"], "splits are sized for keys up to the diagonal"
 
 
+def _outputs(q, o, lse, options):
+    """Outputs as given, or new ones."""
+    if o is None:
+        o = torch.empty(*q.shape[:2], options["head_dim_vo"], dtype=options["o_data_type"])
+    return o, torch.empty(q.shape[:2]) if lse is None else lse
+
+
 def _check_run(q, o, lse, options, rows) -> None:
     assert q.shape[0] == rows, f"q.shape[0] ({q.shape[0]}) does not match qo_indptr[-1] ({rows})"
     assert q.dtype == options["q_data_type"] and q.shape[1] == options["num_qo_heads"]
@@ -113,7 +120,7 @@ def flashinfer(version: str = "0.6.8.post1") -> dict[str, ModuleType]:
             )  # fmt: skip
 
         def run(
-            self, *, q, paged_kv_cache, k_scale=None, v_scale=None, out, lse, return_lse,
+            self, *, q, paged_kv_cache, k_scale=None, v_scale=None, out=None, lse=None, return_lse,
             window_left=None, sinks=None,
         ):  # fmt: skip
             qo, indptr, indices, lengths, page_size, options = self.planned
@@ -121,6 +128,7 @@ def flashinfer(version: str = "0.6.8.post1") -> dict[str, ModuleType]:
             k, v = paged_kv_cache
             assert k.stride() == v.stride(), "k/v strides differ"
             assert k.shape[1] == page_size and k.dtype == options["kv_data_type"]
+            out, lse = _outputs(q, out, lse, options)
             _check_run(q, out, lse, options, int(qo[-1]))
             scale = options["sm_scale"] * (1.0 if k_scale is None else k_scale)
             assert k_scale is None or isinstance(k_scale, float)
@@ -148,8 +156,9 @@ def flashinfer(version: str = "0.6.8.post1") -> dict[str, ModuleType]:
             options = _prefill_options(**options)
             self.planned = (qo_indptr.clone(), kv_indptr.clone(), options)
 
-        def run(self, *, q, k, v, out, lse, return_lse):
+        def run(self, *, q, k, v, out=None, lse=None, return_lse):
             qo, kv, options = self.planned
+            out, lse = _outputs(q, out, lse, options)
             _check_run(q, out, lse, options, int(qo[-1]))
             assert k.shape[0] >= int(kv[-1])
             for b in range(len(qo) - 1):
