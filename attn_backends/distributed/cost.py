@@ -1,23 +1,22 @@
 """What context parallelism costs on more GPUs than were measured: a model, from measured pieces.
 
 Compute is not modelled: the share of one GPU among n is run on one GPU and timed, for each n. Only
-the exchange is, as ``hops * latency + bytes / bandwidth``.
+the exchange is, as ``hops * latency + bytes / bandwidth``::
 
     ring      n steps of equal compute; while each but the last runs, a rank sends its keys on
               time = (n - 1) * max(compute / n, exchange of one shard) + compute / n
     decode    the states of all ranks meet after the compute, nothing overlaps
               time = compute + exchange
 
-How long the exchange of decode states takes depends on the library, so there are two bounds:
+How long the exchange of decode states takes depends on the library, so there are two bounds::
 
     ring      n - 1 hops one after the other, each over the slowest link
               (n - 1) * (latency + state / bandwidth)
-    at once   every GPU sends its state to all others of its node in one step, as a switch allows;
-              over m nodes of g GPUs each, GPUs of equal place exchange between nodes first, and
-              then hand on within the node what came in
-              latency + (n - 1) * state / bandwidth                                       (m = 1)
+    at once   every GPU sends its state to all others of its node in one step, as a switch allows
+              latency + (n - 1) * state / bandwidth
+              over m nodes, GPUs of equal place exchange first, then each node within itself
               network(latency + (m - 1) * state / bandwidth)
-                + node(latency + (n - m) * state / bandwidth)                             (m > 1)
+              + node(latency + (n - m) * state / bandwidth)
 
 Assumptions: GPUs of one node reach each other at the measured rate all at once, as through a
 switch; a ring over several nodes is as slow as its slowest hop in latency and in bandwidth; compute
