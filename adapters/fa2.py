@@ -219,10 +219,15 @@ class VllmFlashAttention2(FlashAttention2):
         """The attention module of vLLM, which loads without the rest of it."""
         return probe("vllm.vllm_flash_attn", attribute="flash_attn_varlen_func")
 
+    @property
+    def release(self) -> str | None:
+        """vLLM's own version, which its attention module does not repeat."""
+        return vllm_release()
+
     def dependency_reasons(self) -> list[Reason]:
         """A missing vLLM, or one whose extension for this version does not load."""
         reasons = super().dependency_reasons()
-        return reasons or vllm_reasons(self.probe(), self.version)
+        return reasons or vllm_reasons(self.version)
 
     def prepare(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
         """Varlen for everything: vLLM ships no other entry point."""
@@ -242,15 +247,22 @@ def _scores(spec: AttentionSpec) -> dict[str, Any]:
     return dict(softmax_scale=kernel_scale(spec), causal=spec.causal, softcap=spec.softcap or 0.0)
 
 
-def vllm_reasons(found: Probe, version: int) -> list[Reason]:
+def vllm_release() -> str | None:
+    """The version of vLLM, as installed or as it says itself."""
+    found = probe("vllm")
+    version: str | None = found.version or getattr(found.module, "__version__", None)
+    return version
+
+
+def vllm_reasons(version: int) -> list[Reason]:
     """Why vLLM's extension of this version does not load, in vLLM's own words."""
     interface = probe("vllm.vllm_flash_attn.flash_attn_interface").module
     why = getattr(interface, f"FA{version}_UNAVAILABLE_REASON", "no such extension")
     if getattr(interface, f"FA{version}_AVAILABLE", False):
         return []
-    release = found.version or getattr(probe("vllm").module, "__version__", "unknown version")
-    got = f"{release}, {why}"
+    got = f"{vllm_release() or 'unknown version'}, {why}"
     return [Reason("vllm", got, f"a build with FlashAttention {version}", "reinstall vllm")]
 
 
-__all__ = ["FlashAttention2", "VllmFlashAttention2", "safe_bounds", "vllm_reasons", "wide_enough"]
+__all__ = ["FlashAttention2", "VllmFlashAttention2", "safe_bounds", "vllm_reasons"]
+__all__ += ["vllm_release", "wide_enough"]

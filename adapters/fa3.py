@@ -25,7 +25,7 @@ from ..errors import Reason, UnsupportedCallError
 from ..packages import Probe, probe
 from ..spec import FP8_DTYPES, AttentionSpec
 from .arrange import Arrangement
-from .fa2 import vllm_reasons
+from .fa2 import vllm_reasons, vllm_release
 from .flash_build import (
     FlashBuild,
     FlashCall,
@@ -263,10 +263,15 @@ class VllmFlashAttention3(FlashAttention3):
         """The attention module of vLLM, which loads without the rest of it."""
         return probe("vllm.vllm_flash_attn", attribute="flash_attn_varlen_func")
 
+    @property
+    def release(self) -> str | None:
+        """vLLM's own version, which its attention module does not repeat."""
+        return vllm_release()
+
     def dependency_reasons(self) -> list[Reason]:
         """A missing vLLM, or one whose extension for this version does not load."""
         reasons = super().dependency_reasons()
-        return reasons or vllm_reasons(self.probe(), self.version)
+        return reasons or vllm_reasons(self.version)
 
     def flags(self) -> Mapping[str, bool]:
         """Nothing that matters here is left out."""

@@ -175,6 +175,13 @@ class FlashAttentionBackend(AdapterBackend):
             lines.append(f"not {build.label}: {'; '.join(map(str, reasons))}")
         return lines
 
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        """Versions of the builds that load, by package: what reports name beside the result."""
+        builds = [build for builds in BUILDS.values() for build in builds]
+        loaded = [build for build in builds if not build.dependency_reasons()]
+        return {build.package: build.release for build in loaded if build.release is not None}
+
     def plan(self, batch: Batch, capacity: Capacity | None = None) -> Plan:
         """Prepare a batch; see the base class. Binds to a build if no device was given before."""
         if capacity is not None and self.build is None:

@@ -82,7 +82,12 @@ class FlashBuild(ABC):
     @property
     def label(self) -> str:
         """Version, package and release, for listings and errors."""
-        return f"FlashAttention {self.version} ({self.package} {self.probe().version or '?'})"
+        return f"FlashAttention {self.version} ({self.package} {self.release or '?'})"
+
+    @property
+    def release(self) -> str | None:
+        """The package's version; None if it has none, or is not there."""
+        return self.probe().version
 
     @abstractmethod
     def probe(self) -> Probe:

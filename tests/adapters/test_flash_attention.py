@@ -322,3 +322,11 @@ def test_the_lse_of_heads_by_tokens_is_turned(version, tokens, heads, install, o
     assert lse.shape == (tokens, heads)
     want = 100 * torch.arange(heads)[None, :] + torch.arange(tokens)[:, None]
     assert torch.equal(lse, want.float())
+
+
+def test_reports_name_every_build_that_loads_with_its_version(install: Any, on_cpu: None) -> None:
+    assert FlashAttentionBackend.versions() == {}
+    install(flash_attn=flash_attn_2(), **fa3(), **vllm())
+    found = FlashAttentionBackend.versions()
+    assert found == {"flash-attn": "2.8.3", "flash_attn_interface": "3.0.0", "vllm": "0.20.0"}
+    assert bind(spec(), version="2", source="vllm").build.label == "FlashAttention 2 (vllm 0.20.0)"
