@@ -221,7 +221,7 @@ class VllmFlashAttention2(FlashAttention2):
 
     @property
     def release(self) -> str | None:
-        """vLLM's own version, which its attention module does not repeat."""
+        """The version of vLLM, which its attention module does not repeat."""
         return vllm_release()
 
     def dependency_reasons(self) -> list[Reason]:

@@ -265,7 +265,7 @@ class VllmFlashAttention3(FlashAttention3):
 
     @property
     def release(self) -> str | None:
-        """vLLM's own version, which its attention module does not repeat."""
+        """The version of vLLM, which its attention module does not repeat."""
         return vllm_release()
 
     def dependency_reasons(self) -> list[Reason]:
