@@ -33,7 +33,7 @@ def whole(spec, q, k, v, batch, **kwargs) -> ab.AttentionOutput:
     return backend.run(q, k, v, backend.plan(batch), **kwargs)
 
 
-def tree_batch(q_lens, kv_lens, shared_pages, branch_pages=()) -> ab.Batch:
+def tree_batch(q_lens, kv_lens, shared_pages, branch_pages=(), device="cpu") -> ab.Batch:
     """Sequences that share ``shared_pages`` pages; pairs of them share ``branch_pages`` more."""
     own = 100
     rows = []
@@ -46,7 +46,7 @@ def tree_batch(q_lens, kv_lens, shared_pages, branch_pages=()) -> ab.Batch:
         rows.append(row)
     width = max(map(len, rows))
     table = [row + [-1] * (width - len(row)) for row in rows]
-    return ab.Batch.from_lengths(q_lens, kv_lens, page_table=table)
+    return ab.Batch.from_lengths(q_lens, kv_lens, page_table=table, device=device)
 
 
 def cache(dim: int, heads: int = 2) -> torch.Tensor:
@@ -67,6 +67,42 @@ def test_cascade_equals_one_pass_over_all_keys(levels: int, q_lens: list[int]) -
     got = cascade_attention(q, k, v, parts, softcap=20.0, backend="torch_native")
     torch.testing.assert_close(got.o, want.o, atol=2e-6, rtol=0)
     torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("torch_sdpa", "torch_native"), ("torch_native", "torch_flex"), ("triton", "torch_sdpa")],
+    ids="-".join,
+)
+def test_each_level_may_have_a_backend_of_its_own(names: tuple[str, str]) -> None:
+    # Where there is a GPU, Triton's interpreter is off.
+    device = "cuda" if "triton" in names and torch.cuda.is_available() else "cpu"
+    batch = tree_batch([1, 3], [24, 21], shared_pages=4, device=device)
+    spec = spec_of()
+    q, k, v = (x.to(device) for x in (torch.randn(4, 4, 16), cache(16), cache(16) + 1))
+    plan = plan_cascade(spec, split_prefixes(batch, PAGE, 2), backend=names)
+    assert tuple(backend.name for backend, _ in plan.levels) == names
+    want, got = whole(spec, q, k, v, batch), plan.run(q, k, v)
+    assert got.o.device.type == device
+    torch.testing.assert_close(got.o, want.o, atol=2e-6, rtol=0)
+    torch.testing.assert_close(got.lse, want.lse, atol=2e-6, rtol=0)
+
+
+def test_all_levels_meet_in_one_merge(monkeypatch) -> None:
+    from attn_backends import cascade
+
+    merged: list[int] = []
+
+    def counted(states, **options):
+        merged.append(len(states))
+        return ab.merge_states(states, **options)
+
+    monkeypatch.setattr(cascade, "merge_states", counted)
+    batch = tree_batch([1, 1, 1, 1], [24, 21, 30, 25], shared_pages=3, branch_pages=(1, 2))
+    parts = split_prefixes(batch, PAGE, 3)
+    q, k, v = torch.randn(4, 4, 16), cache(16), cache(16) + 1
+    cascade_attention(q, k, v, parts, backend="torch_native")
+    assert merged == [3]
 
 
 def test_sinks_enter_once_whatever_the_number_of_levels() -> None:

@@ -34,6 +34,7 @@ from attn_backends.distributed import (
     zigzag_shards,
 )
 from attn_backends.distributed.exchange import heads_of
+from attn_backends.pieces import Call
 from attn_backends.torch_native.backend import TorchNativeBackend, TorchNativeOptions
 
 PAGE = 4
@@ -231,6 +232,37 @@ def check_ring_reads_strided_views_and_writes_into_out(r: Rank) -> None:
     assert got.lse is lse and torch.equal(mine, before)
     assert torch.equal(room[..., 16:], torch.full((len(rows), 6, 4), 7.0))
     close(got, exact(spec, q, k, v, [14], [14]), rows, slice(None), r.world)
+
+
+def check_keys_travel_while_a_rank_computes(r: Rank) -> None:
+    """Every exchange is begun before the calls of its step, and waited for after them."""
+    told: list[str] = []
+    plan, _, tensors = ring(r, spec_of(), [8 * r.world])
+    begin, run = dist.batch_isend_irecv, Call.run
+
+    class Watched:
+        def __init__(self, work) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            told.append("wait")
+            self.work.wait()
+
+    def send(ops):
+        told.append("send")
+        return [Watched(work) for work in begin(ops)]
+
+    def compute(self, *args, **kwargs):
+        told.append("compute")
+        return run(self, *args, **kwargs)
+
+    dist.batch_isend_irecv, Call.run = send, compute
+    try:
+        plan.run(*tensors)
+    finally:
+        dist.batch_isend_irecv, Call.run = begin, run
+    order = [word for i, word in enumerate(told) if i == 0 or word != told[i - 1]]
+    assert order == ["send", "compute", "wait"] * (r.world - 1) + ["compute"], told
 
 
 def check_ring_twice_gives_the_same_bits(r: Rank) -> None:
