@@ -24,6 +24,7 @@ def build(options: dict[str, Any]) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
         options["model"], dtype=getattr(torch, options["dtype"]), attn_implementation="sdpa"
     )
+    model.generation_config.eos_token_id = None  # a token like any other, as engines are told
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -42,8 +43,7 @@ def generate(model: Any, command: dict[str, Any]) -> dict[str, Any]:
     with undisturbed():
         start = time.perf_counter()
         out = model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=max(counts),
-            min_new_tokens=max(counts), eos_token_id=None, pad_token_id=0,
+            ids, attention_mask=mask, do_sample=False, max_new_tokens=max(counts), pad_token_id=0,
             return_dict_in_generate=True, output_logits=bool(most),
         )  # fmt: skip
         new = out.sequences[:, width:].tolist()

@@ -225,6 +225,10 @@ def test_transformers_answers_as_an_engine(tmp_path: Path) -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # the first token of an answer ends nothing
+        model.generation_config.eos_token_id = int(
+            model(torch.tensor([[9]])).logits[0, -1].argmax()
+        )
     model.save_pretrained(tmp_path / "model")
     options = json.dumps({"model": str(tmp_path / "model"), "dtype": "float32"})
     command = [sys.executable, "-m", "attn_backends.bench.transformers_engine", options]
