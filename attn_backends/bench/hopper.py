@@ -11,14 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from ..triton_native import hopper_launch
 from . import hopper_processes as processes
-from .hopper_points import PROCESSES, SETS
+from .hopper_points import ALL_SETS, PROCESSES, SETS
 from .report import meta, write
 
 _PLAIN = "HOPPER_BENCH_PLAIN_LAUNCH"
@@ -33,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--bench", action="store_true")
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--groups", nargs="*", help="check only these groups")
-    parser.add_argument("--sets", nargs="*", default=list(SETS), choices=SETS)
-    parser.add_argument("--only", nargs="*", help="measure only these variants, beside `chosen`")
+    parser.add_argument("--sets", nargs="*", default=list(SETS), choices=ALL_SETS)
+    parser.add_argument("--only", nargs="*", help="measure only these variants, as `chosen`")
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--jobs", type=int, default=8, help="groups of checks at a time")
     parser.add_argument("--limit", type=float, default=75.0, help="seconds a process may take")
@@ -55,7 +57,8 @@ def _measure(args: argparse.Namespace) -> None:
             __import__(name)
         except Exception as error:  # its absence is reported at the points that want it
             print(f"{name}: {type(error).__name__}", flush=True)
-    sys.stdin.readline()
+    if not sys.stdin.readline():  # whoever started this has ended
+        return
     result: dict[str, Any] = {"rows": [], "gates": []}
     only = set(args.only) if args.only else None
     bad = set(json.loads(Path(args.bad).read_text()))
@@ -74,7 +77,7 @@ def _is_child(args: argparse.Namespace) -> bool:
     elif args.share:
         from .hopper_timing import check_share
 
-        check_share(args.sets, set(args.skip), args.share)
+        check_share(args.sets, set(args.only or ()) or None, set(args.skip), args.share)
     elif args.measure:
         _measure(args)
     else:
@@ -83,18 +86,30 @@ def _is_child(args: argparse.Namespace) -> bool:
 
 
 def _bench(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Fill in variants, rows and aims."""
-    result["variants"] = processes.check_variants(args.sets, 2 * args.jobs, args.limit)
-    bad = [x["kernel"] for x in result["variants"] if x["status"] != "right"]
+    """Fill in variants, rows and aims; the file is rewritten as they come."""
     groups = [[s for s in group if s in args.sets] for group in PROCESSES]
     arguments = ["--rounds", str(args.rounds)]
-    if args.only:
-        arguments += ["--only", *args.only]
-    rows, gates, ends = processes.measure([g for g in groups if g], arguments, bad, args.limit)
-    result["rows"] += rows
-    result |= {"gates": gates, "processes": ends}
-    met = [g for g in gates if g["met"]]
-    print(f"aims: {len(met)} of {len(gates)} met; the others:", flush=True)
+    arguments += ["--only", *args.only] if args.only else []
+    others = result["rows"]
+
+    def save() -> None:
+        found = measuring.found()
+        result.update(rows=others + found["rows"], gates=found["gates"], processes=measuring.ends)
+        if args.json:
+            write(args.json, result)
+
+    with tempfile.TemporaryDirectory() as folder:
+        measuring = processes.Measuring([g for g in groups if g], arguments, Path(folder))
+        try:
+            rows = processes.check_variants(args.sets, args.only or [], 2 * args.jobs, args.limit)
+            result["variants"] = rows
+            bad = [x["kernel"] for x in rows if x["status"] != "right"]
+            measuring.run(bad, args.limit, save)
+        finally:
+            measuring.stop()
+            save()
+    gates = result["gates"]
+    print(f"aims: {sum(g['met'] is True for g in gates)} of {len(gates)} met; the others:")
     for g in gates:
         if not g["met"]:
             got = f"{g['ratio']} ({g['p25']}..{g['p75']})" if "ratio" in g else g["why"]
@@ -109,6 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
         hopper_launch.ENABLED = False
     if _is_child(args):
         return 0
+    # So that a limit of time from outside ends in a file as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     begin = time.monotonic()
     result: dict[str, Any] = {"meta": meta(processes.MODULE), "checks": [], "rows": []}
     if args.check:

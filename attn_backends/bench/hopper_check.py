@@ -50,7 +50,7 @@ class CheckCase:
 
 
 def _base(head_dim: int) -> Variant:
-    return Variant(block_n=64 if head_dim == 256 else 128)
+    return Variant(block_n=64 if head_dim == 256 else 128, q_stages=1 if head_dim > 128 else 2)
 
 
 class CheckInputs:
@@ -386,11 +386,17 @@ def groups() -> dict[str, list[CheckCase]]:
             c("static", LONG, variant={"dynamic": False}),
             c("snake", LONG, variant={"dynamic": False, "snake": True}),
             c("ping pong", LONG, variant={"ping_pong": True}),
+            c("one slot of queries", LONG, variant={"q_stages": 1}),
+            c("one slot of queries ragged", variant={"q_stages": 1}),
+            c("one slot, ping pong, lazy", LONG,
+              variant={"q_stages": 1, "ping_pong": True, "lazy": True}),
+            c("snake, ping pong, lazy", LONG,
+              variant={"dynamic": False, "snake": True, "ping_pong": True, "lazy": True}),
             c("mbarriers", LONG, variant={"named_empty": False}),
             c("mbarriers ragged", variant={"named_empty": False}),
         ],
         "single": [
-            c("one consumer", LONG, variant={"consumers": 1, "block_n": 64}),
+            c("one consumer", LONG, variant={"consumers": 1, "block_n": 64, "q_stages": 1}),
             c("one consumer ragged", UNEQUAL, variant={"consumers": 1, "block_n": 64}),
             c("narrow tiles", UNEQUAL, variant={"block_n": 64, "stages": 3}),
             c("one consumer d64", LONG, head_dim=64, variant={"consumers": 1}),
@@ -482,15 +488,6 @@ def groups() -> dict[str, list[CheckCase]]:
             c("sinks low", UNEQUAL, sinks=True, logits=-300.0),
             c("sinks d64 p1", UNEQUAL, head_dim=64, sinks=True, page_size=1),
         ],
-        "three": [
-            c("three d64", LONG, head_dim=64, variant={"consumers": 3}),
-            c("three d64 unequal", UNEQUAL, head_dim=64, variant={"consumers": 3, "stages": 3}),
-            c("three d64 narrow", UNEQUAL, head_dim=64,
-              variant={"consumers": 3, "block_n": 64, "stages": 4}),
-            c("three narrow", LONG, variant={"consumers": 3, "block_n": 64}),
-            c("three d64 p16", UNEQUAL, head_dim=64, page_size=16, variant={"consumers": 3}),
-            c("three d64 p1", UNEQUAL, head_dim=64, page_size=1, variant={"consumers": 3}),
-        ],
         "lazy": [
             c("lazy", variant={"lazy": True}), c("lazy long", LONG, variant={"lazy": True}),
             c("lazy unequal", UNEQUAL, variant={"lazy": True}),
@@ -514,7 +511,6 @@ def groups() -> dict[str, list[CheckCase]]:
             c("poly steep", LONG, head_dim=64, scale=1.0, variant={"poly": 2, "lazy": True}),
             c("poly fp16", LONG, head_dim=64, dtype=half, variant={"poly": 2}),
             c("poly d128", LONG, variant={"poly": 1, "lazy": True}),
-            c("poly three", LONG, head_dim=64, variant={"poly": 2, "consumers": 3}),
             c("poly window", LONG, head_dim=64, window=(300, 0), variant={"poly": 2}),
             c("poly full", UNEQUAL, head_dim=64, causal=False, variant={"poly": 2}),
         ],

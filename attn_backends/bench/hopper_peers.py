@@ -26,7 +26,7 @@ def peers(x: PointInputs) -> tuple[dict[str, Call], dict[str, str]]:
             wanted[VARLEN] = lambda: _fa3_varlen(x)
             if not point.mix:
                 wanted[FA3] = lambda: _fa3(x)
-    if not paged and not point.mix:
+    elif not paged:
         wanted["cudnn"] = lambda: _cudnn(x)
     if paged or point.head_dim != point.dv:
         for kernel in ("fa2", "fa3") if point.head_dim == point.dv == 128 else ("fa2",):

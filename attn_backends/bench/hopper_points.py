@@ -68,6 +68,14 @@ def points(which: str) -> list[Point]:
             Point(f"p{size} {b}x{q} over {n}", b, q, q + n, page_size=size)
             for size, b, q, n in [(1, 4, 4096, 0), (1, 8, 512, 8192), (48, 8, 512, 8192)]
         ],
+        "choice": [
+            *(Point(f"choice causal {b}x{n}", b, n, n) for b, n in (*_DENSE, (64, 256), (1, 1024))),
+            Point("choice full 2x8192", 2, 8192, 8192, causal=False),
+            Point("choice p16 causal 4x4096", 4, 4096, 4096, page_size=16),
+            Point("choice d64 causal 4x4096", 4, 4096, 4096, head_dim=64),
+            Point("choice d64 full 4x4096", 4, 4096, 4096, head_dim=64, causal=False),
+            Point("choice d256 causal 4x4096", 4, 4096, 4096, (16, 8), 256),
+        ],
         "extend": [
             Point(f"p16 {b}x{q} over {n}", b, q, q + n, page_size=16)
             for b, q, n in [(8, 512, 8192), (2, 2048, 32768), (32, 128, 4096), (64, 64, 4096)]
@@ -76,9 +84,12 @@ def points(which: str) -> list[Point]:
     return sets[which]
 
 
+#: Sets with aims, and those beyond; ``choice`` has the points that the rule of shapes is made from.
 SETS = ("causal", "full", "mix", "d64", "d256", "d192", "paged", "odd", "extend")
+ALL_SETS = (*SETS, "choice")
 #: Sets that one process measures; processes take turns.
-PROCESSES = (("causal", "full"), ("mix", "paged", "extend"), ("d64", "d256"), ("d192", "odd"))
+PROCESSES = (("causal", "full", "mix", "choice"), ("paged", "extend", "odd"),
+             ("d64", "d256", "d192"))  # fmt: skip
 
 
 def is_shape(point: Point) -> dict[str, Any]:
@@ -97,41 +108,31 @@ def variants(point: Point) -> dict[str, Any]:
 
     chosen = choose_variant(**is_shape(point))
     dim = point.head_dim
-    n, stages = (64 if dim == 256 else 128), (3 if dim == 64 else 2)
+    n, stages, q_stages = (64 if dim == 256 else 128), (3 if dim == 64 else 2), int(dim <= 128) + 1
 
     def of(**changes: Any) -> Any:
-        return Variant(**{"block_n": n, "stages": stages, **changes})
+        base = {"block_n": n, "stages": stages, "q_stages": q_stages, "lazy": True}
+        return Variant(**{**base, **changes})
 
-    out = {"chosen": chosen, "dyn": of(), "lazy": of(lazy=True)}
-    out["static lazy"] = of(dynamic=False, lazy=True)
-    if dim <= 128:
-        out["1c"] = of(block_n=64 if dim == 128 else 128, consumers=1, stages=2)
+    snake = {"dynamic": False, "snake": True}
+    out = {"chosen": chosen, "dyn": of(), "snake": of(**snake)}
     if point.page_size is None:
-        out["snake"] = of(dynamic=False, snake=True)
-        out["snake lazy"] = of(dynamic=False, snake=True, lazy=True)
-        out["lazy pp"] = of(lazy=True, ping_pong=True)
-    if point.batch <= 2 or point.kv_len > 4096:
-        out["dyn g8"] = of(head_group=8)
-        out["lazy g8"] = of(head_group=8, lazy=True)
+        out["pp"] = of(ping_pong=True)
+    if q_stages > 1:
+        out["q1"] = of(q_stages=1)
+    if point.kv_len > 4096:
+        out["g8"] = of(head_group=8)
+    if dim <= 128 and point.q_len <= 1024:
+        out["1c"] = of(block_n=64 if dim == 128 else 128, consumers=1, stages=2, q_stages=1)
     if dim == 64 and point.page_size is None:
-        out["s2"] = of(stages=2)
-        for share in (1, 2):
-            out[f"poly{share}"] = of(poly=share)
-            out[f"lazy poly{share}"] = of(poly=share, lazy=True)
-            out[f"3c poly{share}"] = of(consumers=3, poly=share)
-        out["3c"] = of(consumers=3)
-        out["3c n64"] = of(consumers=3, block_n=64, stages=4)
-        out["3c n64 poly1"] = of(consumers=3, block_n=64, stages=4, poly=1)
-    if dim == 128 and point.page_size is None:
-        out["3c n64 lazy"] = of(consumers=3, block_n=64, lazy=True)
-        out["lazy poly1"] = of(poly=1, lazy=True)
-    if dim == 256 and point.page_size is None:
-        out["snake lazy pp"] = of(dynamic=False, snake=True, ping_pong=True, lazy=True)
+        out["poly1"], out["poly2"] = of(poly=1), of(poly=2)
+        out["poly1 pp"] = of(poly=1, ping_pong=True)
+    elif point.page_size is None:
+        out["snake pp"] = of(**snake, ping_pong=True)
     if point.page_size is not None and point.kv_len > point.q_len:
         out["pack"] = of(pack=4)
-        out["pack lazy"] = of(pack=4, lazy=True)
     seen: dict[Any, str] = {}
     return {k: v for k, v in out.items() if k == "chosen" or seen.setdefault(v, k) == k}
 
 
-__all__ = ["PROCESSES", "SETS", "Point", "is_shape", "points", "variants"]
+__all__ = ["ALL_SETS", "PROCESSES", "SETS", "Point", "is_shape", "points", "variants"]

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,9 @@ def run_checks(names: list[str], limit: float, jobs: int) -> list[dict[str, Any]
     return rows
 
 
-def check_variants(sets: list[str], processes: int, limit: float) -> list[dict[str, Any]]:
+def check_variants(
+    sets: list[str], only: list[str], processes: int, limit: float
+) -> list[dict[str, Any]]:
     """Compile every variant, and compare it with the plain kernel; one row per compiled kernel.
 
     A process that ends early is started again behind the kernel at which it ended.
@@ -83,6 +85,7 @@ def check_variants(sets: list[str], processes: int, limit: float) -> list[dict[s
         while (left := limit - (time.monotonic() - begin)) > 0:
             done = [x["kernel"] for x in rows]
             arguments = ["--share", f"{index}/{processes}", "--sets", *sets, "--skip", *done]
+            arguments += ["--only", *only] if only else []
             out, end, _ = child(arguments, left)
             lines = _lines(out)
             rows += [x for x in lines if x["status"] in ("right", "wrong", "failed")]
@@ -109,38 +112,68 @@ def check_variants(sets: list[str], processes: int, limit: float) -> list[dict[s
     return rows
 
 
-def measure(
-    groups: list[list[str]], arguments: list[str], bad: list[str], limit: float
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows, aims and ends of one process per group of sets; they load at once and take turns."""
-    rows: list[dict[str, Any]] = []
-    gates: list[dict[str, Any]] = []
-    ends: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        skip = Path(folder, "bad.json")
-        skip.write_text(json.dumps(bad))
-        started = []
+class Measuring:
+    """One process per group of sets: they load at once, and measure in turns.
+
+    Args:
+        groups: Sets of each process.
+        arguments: What else they are told.
+        folder: For their files, which they rewrite after every point.
+    """
+
+    def __init__(self, groups: list[list[str]], arguments: list[str], folder: Path) -> None:
+        self.ends: list[dict[str, Any]] = []
+        self._bad = folder / "bad.json"
+        self._started = []
         for i, sets in enumerate(groups):
-            path = Path(folder, f"{i}.json")
-            command = [sys.executable, "-m", MODULE, "--measure", str(path), "--bad", str(skip),
-                       "--sets", *sets, *arguments]  # fmt: skip
-            started.append((sets, path, subprocess.Popen(command, stdin=subprocess.PIPE)))
-        for sets, path, process in started:
+            path = folder / f"{i}.json"
+            command = [sys.executable, "-m", MODULE, "--measure", str(path), "--bad",
+                       str(self._bad), "--sets", *sets, *arguments]  # fmt: skip
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+            self._started.append((sets, path, process))
+
+    def found(self) -> dict[str, list[dict[str, Any]]]:
+        """Rows and aims so far."""
+        parts = [json.loads(path.read_text()) for _, path, _ in self._started if path.exists()]
+        return {name: [x for part in parts for x in part[name]] for name in ("rows", "gates")}
+
+    def run(self, bad: list[str], limit: float, progress: Callable[[], None]) -> None:
+        """Let one after the other measure.
+
+        Args:
+            bad: Kernels that are wrong or hang.
+            limit: Seconds that each may take.
+            progress: Called every two seconds.
+        """
+        self._bad.write_text(json.dumps(bad))
+        for sets, _, process in self._started:
             begin = time.monotonic()
+            assert process.stdin is not None
             try:
-                process.communicate(b"go\n", timeout=limit)
-                end = "ok" if process.returncode == 0 else f"exit {process.returncode}"
-            except subprocess.TimeoutExpired:
+                process.stdin.write("go\n")
+                process.stdin.close()
+            except OSError:  # it has ended already
+                pass
+            while process.poll() is None and time.monotonic() - begin < limit:
+                try:
+                    process.wait(2)
+                except subprocess.TimeoutExpired:
+                    progress()
+            end = "ok" if process.poll() == 0 else f"exit {process.returncode}"
+            if process.returncode is None:
                 process.kill()
                 process.wait()
                 end = "timeout"
-            if path.exists():
-                found = json.loads(path.read_text())
-                rows += found["rows"]
-                gates += found["gates"]
-            ends.append({"sets": sets, "end": end, "seconds": round(time.monotonic() - begin, 1)})
-            print(f"[{', '.join(sets)}: {end}, {ends[-1]['seconds']} s]", flush=True)
-    return rows, gates, ends
+            seconds = round(time.monotonic() - begin, 1)
+            self.ends.append({"sets": sets, "end": end, "seconds": seconds})
+            print(f"[{', '.join(sets)}: {end}, {seconds} s]", flush=True)
+            progress()
+
+    def stop(self) -> None:
+        """End the processes that still run."""
+        for _, _, process in self._started:
+            if process.poll() is None:
+                process.kill()
 
 
-__all__ = ["MODULE", "check_variants", "child", "measure", "run_checks"]
+__all__ = ["MODULE", "Measuring", "check_variants", "child", "run_checks"]

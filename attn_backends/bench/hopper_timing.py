@@ -41,14 +41,14 @@ def finish(what: str, seconds: float = 15.0) -> None:
 # ----------------------------------------------------------------------------- variants
 
 
-def kinds(names: list[str]) -> dict[str, tuple[Point, Any]]:
+def kinds(names: list[str], only: set[str] | None = None) -> dict[str, tuple[Point, Any]]:
     """Every compiled kernel that the sets need, by name, with a point that needs it."""
-    found: dict[Any, tuple[str, Point, Any]] = {}
+    found: dict[str, tuple[Point, Any]] = {}
     for point in (p for name in names for p in points(name)):
         for name, variant in variants(point).items():
-            key = key_of(point, variant)
-            found.setdefault(key, (name, point, variant))
-    return {key: (point, variant) for key, (_, point, variant) in found.items()}
+            if only is None or name in only:
+                found.setdefault(key_of(point, variant), (point, variant))
+    return found
 
 
 def key_of(point: Point, variant: Any) -> str:
@@ -82,10 +82,10 @@ def check_variant(point: Point, variant: Any) -> dict[str, Any]:
     return {"status": "right" if right else "wrong", "max_err": error, "lse_err": lse_error}
 
 
-def check_share(names: list[str], skip: set[str], share: str) -> None:
+def check_share(names: list[str], only: set[str] | None, skip: set[str], share: str) -> None:
     """Check one share of the kernels; one line of JSON before and after each."""
     index, count = map(int, share.split("/"))
-    for key, (point, variant) in list(kinds(names).items())[index::count]:
+    for key, (point, variant) in list(kinds(names, only).items())[index::count]:
         if key in skip:
             continue
         print(json.dumps({"status": "started", "kernel": key}), flush=True)
@@ -118,8 +118,11 @@ def time_calls(
         graph.replay()
     finish("first replays")
     found: dict[str, list[float]] = {name: [] for name in calls}
+    first = next(iter(graphs.values()))[0]
     for turn in range(rounds):
         marks = []
+        # The GPU was idle, and the first to run would find its clocks low.
+        first.replay()
         for name in list(graphs)[:: 1 if turn % 2 == 0 else -1]:
             graph, count = graphs[name]
             a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -164,14 +167,14 @@ def measure_point(
     Args:
         point: What to measure.
         rounds: Replays of each call.
-        only: Names of variants beside ``chosen``; None is all.
+        only: Names of variants; None is all.
         bad: Kernels (see ``key_of``) that are wrong or hang.
     """
     x = PointInputs(point)
     calls: dict[str, Callable[[int], Any]] = {}
     shown: dict[str, Any] = {}
     for name, variant in variants(point).items():
-        if key_of(point, variant) not in bad and (only is None or name in only | {"chosen"}):
+        if key_of(point, variant) not in bad and (only is None or name in only):
             calls[name], shown[name] = x.call(variant), asdict(variant)
     found, absent = peers(x)
     calls |= found

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import hopper_tables
+
 _TABLE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 _WIDE = 12  # columns of times that a page can hold
 _FACTS = ("command", "date", "gpu", "driver", "torch", "triton", "commit", "note")
@@ -27,6 +29,8 @@ def table(results: dict[str, Any]) -> str:
     facts += [f"{name} {version}" for name, version in meta.get("packages", {}).items() if version]
     lines = [f"`{meta['command']}`", "", ", ".join(facts) + ".", ""]
     rows = results.get("rows", [])
+    if meta["command"].startswith("python -m attn_backends.bench.hopper"):
+        return "\n".join([*lines, *_joined(hopper_tables.parts(results))])
     if "counts" in results:
         return "\n".join([*lines, *_counts(results)])
     return "\n".join([*lines, *(_tests(rows) if rows[0]["bench"] == "tests" else _rows(rows))])
@@ -52,6 +56,12 @@ def _doctor(results: dict[str, Any]) -> list[str]:
         checks = [{k: v for k, v in row.items() if k != "why not"} for row in checks]
     said = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))
     return ["`attn-backends doctor --json`", "", f"{said}.", "", *_markdown(checks)]
+
+
+def _joined(tables: list[list[dict[str, Any]]]) -> list[str]:
+    """Several tables, with an empty line between."""
+    first, *others = (_markdown(rows) for rows in tables)
+    return [*first, *(line for rows in others for line in ["", *rows])]
 
 
 def _counts(results: dict[str, Any]) -> list[str]:

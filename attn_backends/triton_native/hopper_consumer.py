@@ -55,14 +55,22 @@ def _release_values(shared, stage, C):
 
 
 @gluon.jit
-def _issue_scores(shared, wg, stage, C):
+def _release_queries(shared, stage, last, C):
+    """Give the queries back once their last scores are there, if nothing else holds the next."""
+    if C.Q_STAGES == 1:
+        if last:
+            mbarrier.arrive(shared.q_empty.index(stage), count=1)
+
+
+@gluon.jit
+def _issue_scores(shared, q_slot, stage, C):
     """Start S = Q K^T of the tile in a slot."""
-    q = shared.q.index(wg).reshape([64, C.D])
+    q = shared.q.index(q_slot).reshape([64, C.D])
     k = shared.k.index(stage).reshape([C.BLOCK_N, C.D]).permute((1, 0))
     zero = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [64, BLOCK_N]
     if C.D1 > 0:
-        q1 = shared.q1.index(wg).reshape([64, C.D1])
+        q1 = shared.q1.index(q_slot).reshape([64, C.D1])
         k1 = shared.k1.index(stage).reshape([C.BLOCK_N, C.D1]).permute((1, 0))
         s = warpgroup_mma(q1, k1, s, is_async=True)
     return s
@@ -168,7 +176,7 @@ def _zero_tail(slot, keys, C):
 @gluon.jit
 def _attend(
     C, shared, wg: gl.constexpr, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
-    scale, softcap_in, softcap_out, k_stage, k_phase, v_stage, v_phase,
+    scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
 ):  # fmt: skip
     """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first."""
     V_DTYPE: gl.constexpr = shared.v.dtype
@@ -178,11 +186,13 @@ def _attend(
     none = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
     sums = _row_sums(none, C.BLOCK_N)
 
+    q_slot = q_stage * C.CONSUMERS + wg
     tile = end - 1
     mbarrier.wait(shared.k_full.index(k_stage), k_phase)
     _see_copies(C)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, wg, k_stage, C),))
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, q_slot, k_stage, C),))
     _release_keys(shared, k_stage, C)
+    _release_queries(shared, q_stage, tile == low, C)
     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
     s = _cap(s, softcap_in, softcap_out, C)
     s = _mask(s, tile * C.BLOCK_N, lo_row, hi_row, safe_lo, safe_hi, C)
@@ -199,7 +209,7 @@ def _attend(
         if C.PING_PONG:
             meet(TURN + wg, 256)
         _see_copies(C)
-        s_token = _issue_scores(shared, wg, k_stage, C)
+        s_token = _issue_scores(shared, q_slot, k_stage, C)
         mbarrier.wait(shared.v_full.index(v_stage), v_phase)
         _see_copies(C)
         v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
@@ -208,6 +218,7 @@ def _attend(
             come(TURN + 1 - wg, 256)
         s = warpgroup_mma_wait(1, deps=(s_token,))
         _release_keys(shared, k_stage, C)
+        _release_queries(shared, q_stage, tile == low, C)
         k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
         s = _cap(s, softcap_in, softcap_out, C)
         s = _mask(s, tile * C.BLOCK_N, lo_row, hi_row, safe_lo, safe_hi, C)
@@ -225,7 +236,8 @@ def _attend(
             acc = acc * o_alpha
         p = gl.convert_layout(p_next, C.P_LAYOUT)
 
-    mbarrier.arrive(shared.q_empty, count=1)
+    if C.Q_STAGES > 1:
+        mbarrier.arrive(shared.q_empty.index(q_stage), count=1)
     mbarrier.wait(shared.v_full.index(v_stage), v_phase)
     _see_copies(C)
     v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
@@ -295,6 +307,7 @@ def consume(
             come(TURN, 256)
     ring = 0
     ring_phase = 0
+    q_stage = 0
     q_phase = 0
     k_stage = 0
     k_phase = 0
@@ -319,12 +332,12 @@ def consume(
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         total = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         if end > low:
-            mbarrier.wait(shared.q_full, q_phase)
-            q_phase ^= 1
+            mbarrier.wait(shared.q_full.index(q_stage), q_phase)
             acc, m, total, k_stage, k_phase, v_stage, v_phase = _attend(
                 C, shared, wg, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
-                scale, softcap_in, softcap_out, k_stage, k_phase, v_stage, v_phase,
+                scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
             )  # fmt: skip
+            q_stage, q_phase = advance(q_stage, q_phase, C.Q_STAGES)
 
         # Read once more, instead of held in registers through the loop over keys.
         first = _field(shared, base)

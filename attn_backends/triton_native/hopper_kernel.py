@@ -1,4 +1,4 @@
-"""Warp-specialised prefill for Hopper in Gluon: a producer, and one to three consumer warpgroups.
+"""Warp-specialised prefill for Hopper in Gluon: a producer, and one or two consumer warpgroups.
 
 A persistent program takes tiles from a work list (``hopper_work``). Its producer streams Q, K and V
 in: one warp by TMA, or four by cp.async where the pages of a cache are not such as TMA can address.
@@ -40,8 +40,8 @@ def _hopper_prefill_kernel(
     stride_kp: gl.int64, stride_ks: gl.int64, stride_kh: gl.int64,
     stride_vp: gl.int64, stride_vs: gl.int64, stride_vh: gl.int64,
     D: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-    PACK: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHER: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, PACK: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHER: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     DYNAMIC: gl.constexpr, SNAKE: gl.constexpr, PING_PONG: gl.constexpr,
@@ -49,7 +49,7 @@ def _hopper_prefill_kernel(
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     C = Config(
-        D, D1, DV, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
+        D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
         LAZY, POLY,
     )  # fmt: skip
@@ -59,21 +59,23 @@ def _hopper_prefill_kernel(
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, 1, DV], dtype)
     ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    q_slots = gl.allocate_shared_memory(dtype, [CONSUMERS, C.TOKENS, PACK, D], q_layout)
+    q_slots = gl.allocate_shared_memory(dtype, [Q_STAGES * CONSUMERS, C.TOKENS, PACK, D], q_layout)
     k_slots = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, D], k_layout)
     q1_slots = q_slots
     k1_slots = k_slots
     if D1 > 0:
         q1_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, PACK, D1], dtype)
         k1_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, BLOCK_N, 1, D1], dtype)
-        q1_slots = gl.allocate_shared_memory(dtype, [CONSUMERS, C.TOKENS, PACK, D1], q1_layout)
+        q1_slots = gl.allocate_shared_memory(
+            dtype, [Q_STAGES * CONSUMERS, C.TOKENS, PACK, D1], q1_layout
+        )
         k1_slots = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, D1], k1_layout)
     shared = Shared(
         q_slots, q1_slots, k_slots, k1_slots,
         gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, 1, DV], v_layout),
         gl.allocate_shared_memory(gl.int32, [RING * RING_FIELDS, 1], ring_layout),
-        gl.allocate_shared_memory(gl.int64, [1], bar_layout),
-        gl.allocate_shared_memory(gl.int64, [1], bar_layout),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar_layout),
+        gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
@@ -83,8 +85,9 @@ def _hopper_prefill_kernel(
     )  # fmt: skip
     # One arrival of the thread that starts copies by TMA, or one of each thread that gathers.
     FULL: gl.constexpr = 32 * C.PRODUCER_WARPS if GATHER else 1
-    mbarrier.init(shared.q_full, 1)
-    mbarrier.init(shared.q_empty, CONSUMERS)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(shared.q_full.index(i), 1)
+        mbarrier.init(shared.q_empty.index(i), CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(shared.k_full.index(i), FULL)
         mbarrier.init(shared.k_empty.index(i), CONSUMERS)
@@ -102,24 +105,12 @@ def _hopper_prefill_kernel(
     # Sums of tuples, since Triton knows no stars in them.
     consumer0 = (C, shared, 0) + rest  # noqa: RUF005
     consumer1 = (C, shared, 1) + rest  # noqa: RUF005
-    consumer2 = (C, shared, 2) + rest  # noqa: RUF005
     producer = (
         C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, num_rows, left, right_end,
         heads, group, head_group, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
     )  # fmt: skip
     P: gl.constexpr = C.PRODUCER_WARPS
-    if CONSUMERS == 3:
-        gl.warp_specialize(
-            [
-                (consume, consumer0),
-                (consume, consumer1),
-                (consume, consumer2),
-                (produce, producer),
-            ],
-            [4, 4, P],
-            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
-        )
-    elif CONSUMERS == 2:
+    if CONSUMERS == 2:
         gl.warp_specialize(
             [(consume, consumer0), (consume, consumer1), (produce, producer)],
             [4, P],

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,14 @@ import torch
 
 from . import hopper_compat
 from .hopper_launch import formats_of
-from .hopper_variant import Variant, compile_arguments, key_box, query_box, split_lanes
+from .hopper_variant import (
+    Variant,
+    base_variant,
+    compile_arguments,
+    key_box,
+    query_box,
+    split_lanes,
+)
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ALIGNED = (
@@ -68,38 +75,36 @@ class OfflineReport:
     direct: bool
 
 
+def _case(head_dim: int, changes: dict[str, Any] | None = None, **more: Any) -> OfflineCase:
+    """What ships for a head dim, with changes to the variant and to the call."""
+    return OfflineCase(head_dim, replace(base_variant(head_dim), **(changes or {})), **more)
+
+
+_SINGLE = {"consumers": 1, "block_n": 64, "stages": 2}
 CASES = {
-    "d64": OfflineCase(64, Variant(stages=3)),
-    "d128": OfflineCase(),
-    "d256": OfflineCase(256, Variant(block_n=64)),
-    "d128-full": OfflineCase(causal=False),
-    "d128-p16": OfflineCase(page_size=16),
-    "d128-p16-pack4": OfflineCase(variant=Variant(pack=4), page_size=16),
-    "d256-p16": OfflineCase(256, Variant(block_n=64), page_size=16),
-    "d128-window-cap": OfflineCase(window=(1023, 0), softcap=30.0),
-    "d128-single": OfflineCase(variant=Variant(consumers=1, block_n=64)),
-    "d64-single": OfflineCase(64, Variant(consumers=1)),
-    "d192": OfflineCase(192, head_dim_v=128),
-    "d192-p16": OfflineCase(192, page_size=16, head_dim_v=128),
-    "d192-single": OfflineCase(192, Variant(consumers=1, block_n=64), head_dim_v=128),
-    "d128-p1": OfflineCase(page_size=1),
-    "d128-p48-pack4": OfflineCase(variant=Variant(pack=4), page_size=48),
-    "d64-p1": OfflineCase(64, Variant(stages=3), page_size=1),
-    "d256-p1": OfflineCase(256, Variant(block_n=64), page_size=1),
-    "d192-p1": OfflineCase(192, page_size=1, head_dim_v=128),
-    "d128-p1-single": OfflineCase(variant=Variant(consumers=1, block_n=64), page_size=1),
-    "d128-sinks": OfflineCase(sinks=True),
-    "d128-pack4-sinks": OfflineCase(variant=Variant(pack=4), sinks=True),
-    "d64-three": OfflineCase(64, Variant(consumers=3, stages=3)),
-    "d64-three-n64": OfflineCase(64, Variant(consumers=3, block_n=64, stages=4)),
-    "d64-poly": OfflineCase(64, Variant(stages=3, poly=2)),
-    "d128-lazy": OfflineCase(variant=Variant(lazy=True)),
-    "d256-lazy": OfflineCase(256, Variant(block_n=64, lazy=True)),
-    "d64-three-lazy": OfflineCase(64, Variant(consumers=3, stages=3, lazy=True)),
-    "d64-three-poly": OfflineCase(64, Variant(consumers=3, stages=3, poly=2)),
-    "d64-lazy-poly": OfflineCase(64, Variant(stages=3, lazy=True, poly=1)),
-    "d64-three-lazy-poly": OfflineCase(64, Variant(consumers=3, stages=3, lazy=True, poly=2)),
-    "d128-three-n64": OfflineCase(variant=Variant(consumers=3, block_n=64)),
+    "d64": _case(64),
+    "d128": _case(128),
+    "d192": _case(192, head_dim_v=128),
+    "d256": _case(256),
+    "d128-full": _case(128, causal=False),
+    "d128-p16": _case(128, page_size=16),
+    "d128-p16-pack4": _case(128, {"pack": 4}, page_size=16),
+    "d192-p16": _case(192, page_size=16, head_dim_v=128),
+    "d256-p16": _case(256, page_size=16),
+    "d64-p1": _case(64, page_size=1),
+    "d128-p1": _case(128, page_size=1),
+    "d192-p1": _case(192, page_size=1, head_dim_v=128),
+    "d256-p1": _case(256, page_size=1),
+    "d128-p1-single": _case(128, _SINGLE, page_size=1),
+    "d128-p48-pack4": _case(128, {"pack": 4}, page_size=48),
+    "d128-window-cap": _case(128, window=(1023, 0), softcap=30.0),
+    "d128-sinks": _case(128, sinks=True),
+    "d128-pack4-sinks": _case(128, {"pack": 4}, sinks=True),
+    "d64-single": _case(64, {"consumers": 1, "stages": 2}),
+    "d128-single": _case(128, _SINGLE),
+    "d192-single": _case(192, _SINGLE, head_dim_v=128),
+    "d128-eager": _case(128, {"lazy": False}),
+    "d64-poly": _case(64, {"poly": 1}),
 }
 
 

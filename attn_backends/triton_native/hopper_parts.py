@@ -49,6 +49,7 @@ class Config:
     DV: gl.constexpr  # lanes of values
     BLOCK_N: gl.constexpr
     STAGES: gl.constexpr
+    Q_STAGES: gl.constexpr
     CONSUMERS: gl.constexpr
     PACK: gl.constexpr
     PAGE_SIZE: gl.constexpr
@@ -72,7 +73,7 @@ class Config:
 
     @gluon.constexpr_function
     def __init__(
-        self, D, D1, DV, BLOCK_N, STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
+        self, D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
         LAZY, POLY,
     ):  # fmt: skip
@@ -81,6 +82,7 @@ class Config:
         self.DV = gl.constexpr(DV)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.STAGES = gl.constexpr(STAGES)
+        self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.PACK = gl.constexpr(PACK)
         self.PAGE_SIZE = gl.constexpr(PAGE_SIZE)
@@ -109,8 +111,8 @@ class Config:
 class Shared:
     """Shared memory: tiles, and the barriers that say when a tile is full or free again."""
 
-    q: gl.shared_memory_descriptor  # [CONSUMERS, TOKENS, PACK, D]
-    q1: gl.shared_memory_descriptor  # [CONSUMERS, TOKENS, PACK, D1]; q itself if D1 is 0
+    q: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, TOKENS, PACK, D]
+    q1: gl.shared_memory_descriptor  # [Q_STAGES * CONSUMERS, TOKENS, PACK, D1]; q if D1 is 0
     k: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, D]
     k1: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, D1]; k itself if D1 is 0
     v: gl.shared_memory_descriptor  # [STAGES, 1, BLOCK_N, 1, DV]

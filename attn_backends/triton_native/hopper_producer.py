@@ -140,6 +140,7 @@ def produce(
     turn = 0
     ring = 0
     ring_phase = 0
+    q_stage = 0
     q_phase = 0
     k_stage = 0
     k_phase = 0
@@ -174,14 +175,16 @@ def produce(
             table = table_ptr
             if C.PAGE_SIZE > 0:
                 table = table_ptr + key_start.to(gl.int64) * stride_table
-            mbarrier.wait(shared.q_empty, q_phase ^ 1)
-            q_phase ^= 1
-            mbarrier.expect(shared.q_full, Q_BYTES)
+            mbarrier.wait(shared.q_empty.index(q_stage), q_phase ^ 1)
+            q_full = shared.q_full.index(q_stage)
+            mbarrier.expect(q_full, Q_BYTES)
             for i in gl.static_range(C.CONSUMERS):
                 token = first + i * C.TOKENS
-                tma_load(q, [token, q_head, 0], shared.q_full, shared.q.index(i))
+                slot = q_stage * C.CONSUMERS + i
+                tma_load(q, [token, q_head, 0], q_full, shared.q.index(slot))
                 if C.D1 > 0:
-                    tma_load(q1, [token, q_head, 0], shared.q_full, shared.q1.index(i))
+                    tma_load(q1, [token, q_head, 0], q_full, shared.q1.index(slot))
+            q_stage, q_phase = advance(q_stage, q_phase, C.Q_STAGES)
             tile = end - 1
             # Keys run one tile ahead of values, as the consumers want them.
             while tile >= low - 1:

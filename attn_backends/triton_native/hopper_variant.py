@@ -17,8 +17,8 @@ class Variant:
     Attributes:
         block_n: Keys per tile.
         stages: Slots for tiles of keys, and as many for values.
-        consumers: Warpgroups of 64 rows, up to three; with one, two programs share a
-            multiprocessor.
+        q_stages: Slots for tiles of queries; with two, those of the next tile come ahead.
+        consumers: Warpgroups of 64 rows; with one, two programs share a multiprocessor.
         pack: Query heads of one KV head that share a tile, padded to a power of two; 1 is off.
         dynamic: Tiles are handed out by a counter instead of in fixed turns.
         snake: In fixed turns, every second turn runs backwards.
@@ -31,6 +31,7 @@ class Variant:
 
     block_n: int = 128
     stages: int = 2
+    q_stages: int = 1
     consumers: int = 2
     pack: int = 1
     dynamic: bool = True
@@ -54,10 +55,10 @@ class Variant:
     def warp_registers(self, paged: bool, gather: bool = False) -> tuple[int, int]:
         """Registers per thread of consumers and producer, out of the same total."""
         if gather:
-            return {1: (168, 88), 2: (208, 88), 3: (136, 104)}[self.consumers]
+            return {1: (168, 88), 2: (208, 88)}[self.consumers]
         if paged:
-            return {1: (216, 40), 2: (232, 40), 3: (152, 56)}[self.consumers]
-        return {1: (232, 24), 2: (240, 24), 3: (160, 32)}[self.consumers]
+            return {1: (216, 40), 2: (232, 40)}[self.consumers]
+        return {1: (232, 24), 2: (240, 24)}[self.consumers]
 
     def gathers(self, page_size: int | None) -> bool:
         """Whether boxes of TMA, one per page, cannot tile a tile of keys."""
@@ -72,6 +73,16 @@ def split_lanes(head_dim: int) -> tuple[int, int]:
     """Lanes of the first copy and product of queries and keys, and of the second; powers of two."""
     first = 1 << (head_dim.bit_length() - 1)
     return first, head_dim - first
+
+
+def base_variant(head_dim: int) -> Variant:
+    """The tiles and slots that fit a head dim."""
+    return Variant(
+        block_n=64 if head_dim == 256 else 128,
+        stages=3 if head_dim == 64 else 2,
+        q_stages=2 if head_dim <= 128 else 1,
+        lazy=True,
+    )
 
 
 def pack_size(group: int) -> int:
@@ -109,7 +120,7 @@ def choose_variant(
             only: its tiles of keys start at multiples of ``block_n``, and a tile that it does not
             see changes nothing.
     """
-    variant = Variant(block_n=64 if head_dim == 256 else 128, stages=3 if head_dim == 64 else 2)
+    variant = base_variant(head_dim)
     if batch_invariant:
         return variant
     group = num_heads // num_kv_heads
@@ -165,6 +176,7 @@ def compile_arguments(
         "DV": head_dim_v,
         "BLOCK_N": variant.block_n,
         "STAGES": variant.stages,
+        "Q_STAGES": variant.q_stages,
         "CONSUMERS": variant.consumers,
         "PACK": variant.pack,
         "PAGE_SIZE": page_size or 0,
@@ -187,6 +199,7 @@ def compile_arguments(
 __all__ = [
     "HEAD_DIMS",
     "Variant",
+    "base_variant",
     "bounds",
     "choose_variant",
     "compile_arguments",

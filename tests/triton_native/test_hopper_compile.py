@@ -12,8 +12,10 @@ import pytest
 from attn_backends.triton_native import hopper_compat
 from attn_backends.triton_native.hopper_offline import read_sass
 
-#: Exponentials of one step: a score tile of 64 rows over 128 threads, and the factor of two rows.
-EXPECTED = {"d64": [66, 66], "d128": [66, 66], "d256-p16": [34, 34]}
+#: Exponentials of one step: those of a score tile of 64 rows over 128 threads.
+EXPECTED = {
+    "d64": [64, 64], "d128": [64, 64], "d192": [64, 64], "d256-p16": [32, 32], "d128-p1": [64, 64],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,11 @@ def test_it_compiles_without_serialized_tensor_cores(reports, name):
     assert report["registers"] == 168  # more, and warps could not trade up to 240
     assert report["shared"] <= 232448
     assert not report["serialized"]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_its_arguments_can_be_handed_to_the_driver(reports, name):
+    assert reports[name]["direct"]
 
 
 @pytest.mark.parametrize("name", EXPECTED)

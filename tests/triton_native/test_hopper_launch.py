@@ -115,7 +115,7 @@ def test_a_batch_invariant_variant_depends_on_the_head_dim_only():
         assert len(found) == 1
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant(consumers=1), Variant(consumers=3)])
+@pytest.mark.parametrize("variant", [Variant(), Variant(consumers=1), Variant(pack=8)])
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 def test_registers_never_exceed_what_the_launch_reserves(variant, page_size):
     constants = compile_arguments(variant, 128, 128, page_size, True, None, None)
