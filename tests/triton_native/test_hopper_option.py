@@ -46,3 +46,12 @@ def test_insisting_on_another_tile_at_the_same_time_is_refused() -> None:
 def test_insisting_is_judged_alike_in_every_phase(phase) -> None:
     # One bound backend serves both phases, and its constructor knows of none.
     assert "head_dim" in reasons(dataclasses.replace(SPEC, head_dim=96), phase, hopper=True)
+
+
+def test_insisting_leaves_no_query_to_another_kernel() -> None:
+    kernels = TritonBackend.kernels(
+        SPEC, "decode", torch.device("cuda"), TritonOptions(hopper=True)
+    )
+    assert kernels == ["warp-specialised prefill of Hopper (hopper=True)"]
+    short = TritonOptions(hopper=True, short_rows=64)
+    assert "split-KV" in TritonBackend.kernels(SPEC, "decode", torch.device("cuda"), short)[0]
