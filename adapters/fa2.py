@@ -6,6 +6,8 @@ What its kernels promise, and what is done about it here:
   handed over, so ``+inf`` is left alone.
 - The kernel for pages writes the LSE of a tile without visible keys at a wrong place. With such
   rows gone, no tile is without keys.
+- Under CUDA graphs rows without keys cannot be left out, so the kernel for pages is avoided: the
+  entry for decode, with one query for each sequence, writes its LSE where it belongs.
 - With one query per sequence the kernel swaps heads and tokens, assumes exactly one query for every
   sequence, and in one of its forms permutes the LSE. A bound of two queries avoids the swap.
 - A bound on the window that reaches ``max_seqlen_k`` is read as unbounded, and an absent right
@@ -30,7 +32,7 @@ from ..capacity import Capacity
 from ..errors import Reason
 from ..packages import Probe, probe
 from ..spec import AttentionSpec
-from .arrange import Arrangement, arrange, with_host_lengths
+from .arrange import Arrangement, arrange, token_positions, with_host_lengths
 from .flash_build import (
     FlashBuild,
     FlashCall,
@@ -88,7 +90,7 @@ class FlashAttention2(FlashBuild):
         head_dims_v=IntSet(low=1, high=256),
         page_sizes=IntSet(low=256, multiple_of=256),
         min_compute_capability=(8, 0),
-        features=_FEATURES,
+        features=_FEATURES | {"cuda_graph"},
         host_lengths=True,
     )
 
@@ -106,13 +108,22 @@ class FlashAttention2(FlashBuild):
         return padded_dims_reasons(spec, 8, equal=True, high=256)
 
     def arrange(self, batch: Batch, spec: AttentionSpec, capacity: Capacity | None) -> Arrangement:
-        """Exact lengths are needed, so a batch without host lengths costs a copy per plan."""
+        """Exact lengths are needed, so a batch without host lengths costs a copy per plan.
+
+        With a capacity nothing may depend on them, and rows without keys are handed over.
+        """
+        if capacity is not None:
+            return arrange(batch, spec, capacity)
         return arrange(with_host_lengths(batch), spec)
 
     def prepare(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
         """One token each: the decode entry point, which splits keys. Otherwise varlen."""
         if self.takes_dense_keys(spec, options):
             return self._ragged(work, spec)
+        if work.replayed:
+            # The kernel for pages cannot have rows without keys, so longer queries gather theirs.
+            one = work.batch.max_seqlen_q == 1
+            return self._decode(work, spec, options) if one else self._ragged(work, spec)
         # One kernel for all batches, if bits must not depend on who else is in them.
         decode = work.batch.max_seqlen_q == 1 and not spec.batch_invariant
         return self._decode(work, spec, options) if decode else self._paged(work, spec)
@@ -174,18 +185,27 @@ class FlashAttention2(FlashBuild):
             cache_seqlens=batch.seqlens_k,
             block_table=table,
             window_size=window,
-            num_splits=options.num_splits,
+            num_splits=1 if spec.batch_invariant else options.num_splits,
             return_softmax_lse=True,
             **_scores(spec),
         )
 
         def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v = ready
+            q, k, v = ready[:3]
             slopes = extras.alibi_slopes
             o, lse = function(q=q.unsqueeze(1), k_cache=k, v_cache=v, alibi_slopes=slopes)[:2]
-            return o.squeeze(1), lse.squeeze(2)  # lse [B, H, 1]
+            o, lse = o.squeeze(1), lse.squeeze(2)  # lse [B, H, 1]
+            if len(ready) > 3:
+                o, lse = o.index_select(0, ready[3]), lse.index_select(0, ready[3])
+            return o, lse
 
-        return FlashCall(aligned_tensors, library, spec.dv)
+        def by_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+            """A query for every sequence, also those that have none, and each row's sequence."""
+            first = batch.cu_seqlens_q[:-1].clamp(max=q.shape[0] - 1)
+            sequence = token_positions(batch)[0][: q.shape[0]]
+            return *aligned_tensors(q.index_select(0, first), k, v), sequence
+
+        return FlashCall(by_sequence if work.replayed else aligned_tensors, library, spec.dv)
 
     def _varlen(self, spec: AttentionSpec) -> Callable[..., Any]:
         """The varlen entry point, with what the spec fixes; returns o and the LSE first."""

@@ -71,7 +71,9 @@ class FlashAttentionBackend(AdapterBackend):
 
     The build is chosen when the backend is bound to a spec and a device: ``backend.build.label``
     says which. FlashAttention 2 needs lengths on the host and copies them once per plan where the
-    batch lacks them; 3 and 4 never wait for the device.
+    batch lacks them; 3 and 4 never wait for the device. Nor does 2 with a capacity: one query per
+    sequence is then decoded from its pages, and longer ones from keys gathered out of them. The
+    FlashAttention 2 inside vLLM has no entry point for that, and takes no capacity.
     """
 
     name = "flash_attention"

@@ -144,9 +144,12 @@ class FlashInferPlan(AdapterPlan):
 class FlashInferBackend(AdapterBackend):
     """FlashInfer's wrappers for ragged, paged and MLA attention.
 
-    Decode runs the same tensor-core kernels as prefill, at any ratio of heads. ``plan`` reads
-    lengths on the host, and copies them there if the batch lacks them; ``run`` never waits, except
-    to read a scale that is a tensor when it is first seen.
+    Decode runs the same tensor-core kernels as prefill, at any ratio of heads. FlashInfer plans
+    from lengths on the host. Where a batch has them, ``plan`` does not wait for the device, and
+    neither does the library; where it lacks them, two copies are waited for, of the starts and of
+    the lengths. ``run`` never waits, except to read a scale that is a tensor when it is first seen.
+    ``update`` of a plan with a capacity waits for the copies of the plan before. The conformance
+    suite's ``no_sync`` holds this with the library on a GPU, as the tests do that count waits.
     """
 
     name = "flashinfer"

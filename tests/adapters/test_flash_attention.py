@@ -295,12 +295,47 @@ def test_a_plan_with_a_capacity_follows_its_updates(
         assert_close(type(got)(got.o[:n], got.lse[:n]), reference(call))
 
 
-def test_fa2_refuses_cuda_graphs(install: Any, on_cpu: None) -> None:
-    install(flash_attn=flash_attn_2())
+def test_the_fa2_inside_vllm_refuses_cuda_graphs(install: Any, on_cpu: None) -> None:
+    install(**vllm())
     backend = bind(spec(), version="2")
     capacity = Capacity(num_seqs=1, total_q=1, max_seqlen_q=1, max_seqlen_k=8)
     with pytest.raises(UnsupportedCallError, match="capacity"):
         backend.plan(make_call(spec(), [1], [4]).batch, capacity)
+
+
+FA2_FIELDS = {
+    "plain": {},
+    "alibi": dict(has_alibi=True),
+    "window": dict(window=(3, None)),
+    "full": dict(causal=False),
+    "invariant": dict(batch_invariant=True),
+}
+
+
+@pytest.mark.parametrize("fields", FA2_FIELDS)
+@pytest.mark.parametrize("longest", [1, 4])
+@pytest.mark.parametrize("page_size", [None, 256])
+def test_fa2_with_a_capacity_follows_its_updates(
+    page_size, longest, fields, install, on_cpu
+) -> None:
+    """One query each through the entry for decode, also where sequences lack theirs."""
+    module = flash_attn_2()
+    install(flash_attn=module)
+    fixed = spec(page_size=page_size, **FA2_FIELDS[fields])
+    backend = bind(fixed, version="2", num_splits=3)
+    capacity = Capacity(num_seqs=4, total_q=8, max_seqlen_q=longest, max_seqlen_k=40, max_pages=1)
+    plan = backend.plan(make_call(fixed, [1, 1], [5, 40]).batch, capacity)
+    steps = [([1, 1], [5, 40]), ([0, 1, 1], [9, 0, 2]), ([0, 0], [3, 1]), ([1], [40])]
+    for q_lens, kv_lens in [*steps, ([3, 1, 4], [9, 0, 2])][: 4 if longest == 1 else 5]:
+        call = make_call(fixed, q_lens, kv_lens)
+        plan.update(call.batch)
+        q = torch.cat([call.q, torch.full((8 - len(call.q), 4, 64), 9.0, dtype=call.q.dtype)])
+        got = backend.run(q, call.k, call.v, plan, **call.kwargs)
+        n = len(call.q)
+        assert bool((got.o[n:] == 0).all()) and bool((got.lse[n:] == float("-inf")).all())
+        assert_close(type(got)(got.o[:n], got.lse[:n]), reference(call))
+    paged = page_size is not None and fields != "window"
+    assert set(module.calls) == {"kvcache" if paged and longest == 1 else "varlen"}
 
 
 @pytest.mark.parametrize("version", ["2", "3", "4"])

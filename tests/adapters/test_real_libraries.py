@@ -5,9 +5,13 @@ A library that is missing is skipped with the adapter's own reasons, and shows u
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
-from support import make_call, reference, run
+from support import make_call, on_device_only, reference, run
 
 from attn_backends.adapters.flash_attention import FlashAttentionBackend
 from attn_backends.adapters.flashinfer import FlashInferBackend
@@ -45,6 +49,62 @@ def test_the_contract_holds_on_the_gpu(name: str) -> None:
     failed = [f"{r.requirement}/{r.case}: {r.detail}" for r in report.rows if r.status == "failed"]
     assert not failed, "\n".join(failed)
     assert any(r.status == "passed" for r in report.rows)
+
+
+#: Page size, and how often a plan waits for the device that has no lengths on the host.
+WAITS = {
+    "fa2": (256, 2),
+    "fa2-vllm": (16, 2),
+    "fa3": (16, 0),
+    "fa3-vllm": (16, 0),
+    "fa4": (16, 0),
+    "flashinfer": (16, 2),
+    "flashinfer-fa2": (16, 2),
+    "torch_varlen": (None, 0),
+}
+
+
+@contextmanager
+def counted_waits() -> Iterator[list[str]]:
+    """What PyTorch reports of waits for the device."""
+    waits: list[str] = []
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield waits
+            waits += [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WAITS)
+def test_a_library_is_waited_for_as_often_as_its_adapter_says(name: str) -> None:
+    backend, values = TARGETS[name]
+    options = backend.Options.model_validate(values)
+    missing = backend.dependency_reasons(options)
+    if missing:
+        pytest.skip("not run: " + "; ".join(map(str, missing)))
+    page_size, waits_without = WAITS[name]
+    spec = AttentionSpec(8, 2, 64, page_size=page_size)
+    call = make_call(spec, [3, 1, 2], [20, 9, 33])
+    q, k, v = (x.cuda() for x in (call.q, call.k, call.v))
+    batch = Batch.from_lengths(
+        [3, 1, 2], [20, 9, 33], page_table=call.batch.page_table, device="cuda"
+    )
+    bound = backend(spec, device="cuda", options=options)
+    for lengths, wanted in ((batch, 0), (on_device_only(batch), waits_without)):
+        for last in (False, True):  # compiling, and asking for a workspace, may wait
+            with counted_waits() as planning:
+                plan = bound.plan(lengths)
+            with counted_waits() as running:
+                bound.run(q, k, v, plan)
+            if last:
+                assert len(planning) == wanted, planning
+                assert not running
 
 
 COMPILED = {
