@@ -62,6 +62,7 @@ def throughput(
     seconds: dict[tuple[str, str], list[float]] = {
         (name, each.backend): [] for name in work for each in engines
     }
+    cached: dict[tuple[str, str], int] = {}
     longest = 0.0
     for turn in range(turns + 1):
         begin = time.monotonic()
@@ -73,6 +74,7 @@ def throughput(
                 answer = engine.ask({**command, "tokens": False}, deadline)
                 if answer is not None:
                     answers[name, engine.backend] = answer["seconds"]
+                    cached[name, engine.backend] = answer.get("cached", 0)
         longest = max(longest if turn > 1 else 0.0, time.monotonic() - begin)
         if turn and len(answers) == len(seconds):  # the first one warms up
             for key, taken in answers.items():
@@ -90,6 +92,7 @@ def throughput(
                     "reference": engines[0].backend,
                     **rates(times, work[name][1]),
                     **spread(ratios),
+                    "cached_prompt_tokens": cached[name, backend],
                     "turns": len(times),
                     "seconds": [round(t, 4) for t in times],
                 }

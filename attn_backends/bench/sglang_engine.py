@@ -47,6 +47,20 @@ def top(step: list[Any]) -> dict[str, float]:
     return {str(token): float(logprob) for logprob, token, *_ in step}
 
 
+def empty(engine: Any, tries: int = 500) -> None:
+    """Empty the radix cache; SGLang refuses while it still tidies up after an answer.
+
+    Raises:
+        RuntimeError: It refused all the time.
+    """
+    for _ in range(tries):
+        done = engine.flush_cache()
+        if getattr(done, "success", True):
+            return
+        time.sleep(0.01)
+    raise RuntimeError(f"the cache cannot be emptied: {done}")
+
+
 def generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens for every prompt; with ``logprobs`` the best of each step too.
 
@@ -62,7 +76,7 @@ def generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
         more = {"return_logprob": True, "top_logprobs_num": command["logprobs"]}
     most = command["max_tokens"]
     params = [sampling(n) for n in most] if isinstance(most, list) else sampling(most)
-    engine.flush_cache()
+    empty(engine)
     if command.get("cached"):
         engine.generate(input_ids=command["prompts"], sampling_params=sampling(1))
     with undisturbed():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,7 +141,7 @@ class Clocked(Fake):
 
     def ask(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
         self.log.append(self.backend)
-        return {"seconds": next(self.seconds)}
+        return {"seconds": next(self.seconds), "cached": 7}
 
 
 def test_engines_are_compared_within_a_turn() -> None:
@@ -158,6 +159,7 @@ def test_engines_are_compared_within_a_turn() -> None:
         assert theirs["ratio"] == 1.0 and theirs["turns"] == ours["turns"] == 3
         assert ours["ratio"] == ours["ratio_p25"] == ours["ratio_p75"] == pytest.approx(1.25)
         assert theirs["seconds"] == [1.0, 2.0, 4.0]  # the first turn warmed up
+        assert ours["cached_prompt_tokens"] == 7
         assert ours["tokens_per_s"] == pytest.approx(1.25 * theirs["tokens_per_s"])
     firsts = [log[i] for i in range(0, len(log), 8)]
     assert set(firsts) == {"THEIRS", "OURS"}
@@ -215,6 +217,24 @@ def test_an_engine_that_is_late_or_gone_is_left_out(tmp_path: Path) -> None:
     assert gone.why() == "ValueError: no such backend"
     soon = time.monotonic() + 1
     assert noted([gone], [[1]], serving_tokens.Times(soon, soon)) == []
+
+
+def test_a_cache_that_is_busy_is_emptied_when_it_is_not() -> None:
+    from attn_backends.bench.sglang_engine import empty
+
+    class Busy:
+        def __init__(self, refusals: int) -> None:
+            self.refusals = refusals
+
+        def flush_cache(self) -> Any:
+            self.refusals -= 1
+            return SimpleNamespace(success=self.refusals < 0)
+
+    engine = Busy(3)
+    empty(engine)
+    assert engine.refusals == -1
+    with pytest.raises(RuntimeError, match="cannot be emptied"):
+        empty(Busy(10), tries=2)
 
 
 def test_transformers_answers_as_an_engine(tmp_path: Path) -> None:
