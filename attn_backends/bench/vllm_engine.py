@@ -141,7 +141,10 @@ def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
     prompts = [{"prompt_token_ids": ids} for ids in command["prompts"]]
     most = command["max_tokens"]
     params = [sampling(n) for n in most] if isinstance(most, list) else sampling(most)
-    llm.reset_prefix_cache()
+    if llm.reset_prefix_cache() is False:  # blocks were still in use: it may be asked again
+        time.sleep(0.05)
+        if llm.reset_prefix_cache() is False:
+            raise RuntimeError("the prefix cache cannot be emptied")
     if command.get("cached"):
         llm.generate(prompts, sampling(1), use_tqdm=False)
     with undisturbed():
