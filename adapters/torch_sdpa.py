@@ -4,6 +4,8 @@
   the process where there are no keys at all. Causality goes in as a mask wherever corners differ,
   and rows without keys never go in.
 - ``efficient`` pads its LSE to a multiple of 32; ``cudnn`` adds a dimension of one from 2.9.
+- ``flash`` and ``cudnn`` on CUDA take no mask here. Where they are asked for by name, and causality
+  is not square, the keys that every query sees are attended to first, and both parts merged.
 - All three want batches of equal lengths: sequences are grouped by their lengths.
 """
 
@@ -18,6 +20,7 @@ from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
 from ..errors import Reason
+from ..merge import merge_state
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
@@ -54,6 +57,8 @@ class Group(NamedTuple):
             nothing.
         causal: ``is_causal`` of the kernel says what ``bounds`` would.
         bias: What is added to scores, if ``bounds`` alone decides.
+        early: Keys in front that every query sees, and that are attended to by themselves: what is
+            left is square, where a kernel without a bias can be causal.
     """
 
     padded: Padded
@@ -61,10 +66,13 @@ class Group(NamedTuple):
     bounds: torch.Tensor | None
     causal: bool
     bias: torch.Tensor | None = None
+    early: int = 0
 
 
 class TorchSdpaPlan(Plan):
     """A batch in groups of equal lengths."""
+
+    backend: TorchSdpaBackend
 
     def __init__(self, backend: TorchSdpaBackend, batch: Batch) -> None:
         super().__init__(backend, batch)
@@ -87,9 +95,9 @@ class TorchSdpaPlan(Plan):
         hides_right = right is not None and diagonal + right < kv_len - 1
         if not hides_left and not hides_right:
             return Group(padded, starts, None, False)
-        square = q_len == kv_len and spec.causal and not hides_left
-        if square and not spec.has_alibi and not spec.has_mask:
-            return Group(padded, starts, None, True)
+        plain = spec.causal and left is None and not spec.has_alibi and not spec.has_mask
+        if plain and (q_len == kv_len or _without_bias(self.backend.options, batch.device)):
+            return Group(padded, starts, None, True, early=kv_len - q_len)
         i = torch.arange(q_len, device=batch.device)[:, None] + diagonal
         j = torch.arange(kv_len, device=batch.device)[None, :]
         bounds = torch.ones(q_len, kv_len, dtype=torch.bool, device=batch.device)
@@ -145,7 +153,7 @@ class TorchSdpaBackend(AdapterBackend):
         reasons = []
         if device is not None and device.type == "cpu" and kernel in ("efficient", "cudnn"):
             reasons.append(Reason("kernel", kernel, "auto, flash on CPUs"))
-        if kernel in ("flash", "cudnn") and not (device is not None and device.type == "cpu"):
+        if _without_bias(options, device):
             if spec.dtype == torch.float32:
                 reasons.append(Reason("dtype", "float32", f"float16, bfloat16 with {kernel}"))
             for name, wanted in (
@@ -156,9 +164,6 @@ class TorchSdpaBackend(AdapterBackend):
                 if wanted:
                     fix = "kernel='efficient' takes a bias"
                     reasons.append(Reason(name, str(getattr(spec, name)), "none", fix))
-            if spec.causal:
-                fix = "its causality is anchored at the wrong corner; kernel='auto' chooses"
-                reasons.append(Reason("causal", "True", "False", fix))
         return reasons
 
     def _plan(self, batch: Batch, capacity: Capacity | None) -> TorchSdpaPlan:
@@ -216,14 +221,25 @@ def attend(
         # ``efficient`` takes a bias in the query dtype, and half types cannot tell far keys apart;
         # the kernel for CPUs sums half-precision probabilities in half precision.
         query, key, value = query.float(), key.float(), value.float()
-    query = kernel_query(query, spec)
-    o, lse = _call(kernel, query, key, value, bias, group.causal, kernel_scale(spec))
+    query, scale = kernel_query(query, spec), kernel_scale(spec)
+    if group.early:
+        n = group.early
+        before = _call(kernel, query, key[:, :, :n], value[:, :, :n], None, False, scale)
+        after = _call(kernel, query, key[:, :, n:], value[:, :, n:], None, True, scale)
+        return merge_state(*(padded.rows(x) for x in (*before, *after)))
+    o, lse = _call(kernel, query, key, value, bias, group.causal, scale)
     o = o.to(q.dtype)
     if extras.mask is not None and visible is not None:
         empty = ~visible.any(dim=-1)  # [n, 1, q_len]
         o = o.masked_fill(empty[..., None], 0)
         lse = lse.masked_fill(empty, float("-inf"))
     return padded.rows(o), padded.rows(lse)
+
+
+def _without_bias(options: BackendOptions | None, device: torch.device | None) -> bool:
+    """Whether the kernel that was asked for can hide nothing but what lies above a diagonal."""
+    asked = options.kernel if isinstance(options, TorchSdpaOptions) else "auto"
+    return asked in ("flash", "cudnn") and not (device is not None and device.type == "cpu")
 
 
 def _kernel(asked: str, query: torch.Tensor, spec: AttentionSpec, biased: bool) -> str:

@@ -33,6 +33,9 @@ TARGETS = {
     "torch_varlen": (TorchVarlenBackend, {}),
     "torch_flex": (TorchFlexBackend, {"compile": "never"}),
     "torch_sdpa": (TorchSdpaBackend, {}),
+    "torch_sdpa-flash": (TorchSdpaBackend, {"kernel": "flash"}),
+    "torch_sdpa-cudnn": (TorchSdpaBackend, {"kernel": "cudnn"}),
+    "torch_sdpa-efficient": (TorchSdpaBackend, {"kernel": "efficient"}),
 }
 
 

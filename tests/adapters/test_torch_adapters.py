@@ -12,7 +12,7 @@ import torch
 from standin_varlen import varlen
 from support import assert_close, make_call, reference, run
 
-from attn_backends.adapters import torch_flex
+from attn_backends.adapters import torch_flex, torch_sdpa
 from attn_backends.adapters.torch_flex import TorchFlexBackend
 from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
@@ -136,10 +136,42 @@ def test_sdpa_says_what_a_kernel_cannot_do() -> None:
     cuda = torch.device("cuda")
     flash = TorchSdpaBackend.Options(kernel="flash")
     reasons = TorchSdpaBackend.extra_reasons(spec(has_mask=True), None, cuda, flash)
-    assert {r.argument for r in reasons} == {"has_mask", "causal"}
+    assert {r.argument for r in reasons} == {"has_mask"}
     efficient = TorchSdpaBackend.Options(kernel="efficient")
     with pytest.raises(UnsupportedCallError, match="kernel=efficient"):
         TorchSdpaBackend(spec(), device="cpu", options=efficient)
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_kernels_without_a_mask_are_causal_by_merging_what_all_queries_see(
+    page_size, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel here hides what lies above the diagonal from the top left, and nothing else."""
+    squares: list[bool] = []
+
+    def kernel(name, q, k, v, bias, causal, scale):
+        assert name == "cudnn" and bias is None
+        assert not causal or q.shape[2] == k.shape[2]
+        squares.append(causal)
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = q.float() @ k.transpose(2, 3) * scale
+        if causal:
+            scores = scores + torch.full(scores.shape[2:], float("-inf")).triu(1)
+        o = scores.softmax(dim=-1) @ v
+        return o.to(torch.float16), scores.logsumexp(dim=-1)
+
+    monkeypatch.setattr(torch_sdpa, "_without_bias", lambda options, device: True)
+    monkeypatch.setattr(torch_sdpa, "_kernel", lambda asked, query, spec, biased: asked)
+    monkeypatch.setattr(torch_sdpa, "_call", kernel)
+    fields = spec(dtype=torch.float16, page_size=page_size)
+    call = make_call(fields, [5, 0, 3, 1, 3, 6], [3, 4, 9, 7, 9, 6])
+    options = TorchSdpaBackend.Options(kernel="cudnn")
+    monkeypatch.setattr(TorchSdpaBackend, "unsupported_reasons", lambda *_: [])
+    assert_close(
+        run(TorchSdpaBackend(fields, device="cpu", options=options), call), reference(call)
+    )
+    assert sorted(squares) == [False, False, True, True, True]  # 9 keys take two, 7 none hidden
 
 
 def test_a_device_that_only_the_batch_names_is_checked() -> None:
