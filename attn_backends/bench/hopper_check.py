@@ -21,6 +21,7 @@ from ..triton_native.hopper_variant import Variant, choose_variant
 RAGGED = ([100, 333, 64, 1, 200], [100, 333, 64, 1, 200])
 UNEQUAL = ([130, 5, 0, 700, 128, 1], [1000, 3, 50, 650, 0, 129])
 LONG = ([3000, 4097, 1, 2500], [5000, 4097, 1000, 9001])
+AHEAD = {"ahead": True, "lazy": True}
 SHORT = ([64, 3, 1, 17, 40, 64], [900, 4097, 77, 17, 0, 64])
 
 
@@ -487,6 +488,33 @@ def groups() -> dict[str, list[CheckCase]]:
             c("sinks pack 8 of 7", SHORT, (28, 4), sinks=True, variant={"pack": 8}, page_size=16),
             c("sinks low", UNEQUAL, sinks=True, logits=-300.0),
             c("sinks d64 p1", UNEQUAL, head_dim=64, sinks=True, page_size=1),
+        ],
+        "ahead": [
+            c("ahead", variant=AHEAD), c("ahead unequal", UNEQUAL, variant=AHEAD),
+            c("ahead long", LONG, variant=AHEAD), c("ahead one", ([1], [1]), variant=AHEAD),
+            c("ahead no keys", ([100, 3], [0, 0]), variant=AHEAD),
+            c("ahead spare", UNEQUAL, spare=300, variant=AHEAD),
+            c("ahead full", UNEQUAL, causal=False, variant=AHEAD),
+            c("ahead window", LONG, window=(300, 0), variant=AHEAD),
+            c("ahead sinks", UNEQUAL, sinks=True, variant=AHEAD),
+            c("ahead ping pong", LONG, variant={**AHEAD, "ping_pong": True}),
+            c("ahead snake", LONG, variant={**AHEAD, "dynamic": False, "snake": True}),
+            c("ahead one slot", LONG, variant={**AHEAD, "q_stages": 1}),
+            c("ahead one consumer", UNEQUAL, variant={**AHEAD, "consumers": 1, "block_n": 64}),
+        ],
+        "ahead_more": [
+            c("ahead p16", UNEQUAL, page_size=16, variant=AHEAD),
+            c("ahead p1", UNEQUAL, page_size=1, variant=AHEAD),
+            c("ahead p1 long", LONG, page_size=1, variant=AHEAD),
+            c("ahead pack", SHORT, page_size=16, variant={**AHEAD, "pack": 4}),
+            c("ahead d64", LONG, head_dim=64, variant={**AHEAD, "stages": 3}),
+            c("ahead d64 poly", UNEQUAL, head_dim=64, variant={**AHEAD, "stages": 3, "poly": 1}),
+            c("ahead d192", UNEQUAL, (4, 4), 192, 128, variant=AHEAD),
+            c("ahead d192 long", LONG, (4, 4), 192, 128, variant=AHEAD),
+            c("ahead d256", UNEQUAL, head_dim=256, variant=AHEAD),
+            c("ahead d256 long", LONG, head_dim=256, variant=AHEAD),
+            c("ahead d256 ping pong", LONG, head_dim=256, variant={**AHEAD, "ping_pong": True}),
+            c("ahead fp16", LONG, dtype=half, variant=AHEAD),
         ],
         "lazy": [
             c("lazy", variant={"lazy": True}), c("lazy long", LONG, variant={"lazy": True}),

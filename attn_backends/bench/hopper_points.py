@@ -115,22 +115,27 @@ def variants(point: Point) -> dict[str, Any]:
         return Variant(**{**base, **changes})
 
     snake = {"dynamic": False, "snake": True}
-    out = {"chosen": chosen, "dyn": of(), "snake": of(**snake)}
-    if point.page_size is None:
+    dense = point.page_size is None
+    out = {"chosen": chosen, "dyn": of(), "ahead": of(ahead=True)}
+    if dense:
+        out["ahead pp"] = of(ahead=True, ping_pong=True)
+    if dense and (point.causal or dim == 64):
         out["pp"] = of(ping_pong=True)
-    if q_stages > 1:
-        out["q1"] = of(q_stages=1)
+    if point.causal:
+        out["ahead snake"] = of(ahead=True, **snake)
     if point.kv_len > 4096:
-        out["g8"] = of(head_group=8)
+        out["g8"], out["ahead g8"] = of(head_group=8), of(ahead=True, head_group=8)
+    if dim == 128 and dense and point.causal:
+        out["q1"], out["snake"] = of(q_stages=1), of(**snake)
     if dim <= 128 and point.q_len <= 1024:
-        out["1c"] = of(block_n=64 if dim == 128 else 128, consumers=1, stages=2, q_stages=1)
-    if dim == 64 and point.page_size is None:
-        out["poly1"], out["poly2"] = of(poly=1), of(poly=2)
-        out["poly1 pp"] = of(poly=1, ping_pong=True)
-    elif point.page_size is None:
-        out["snake pp"] = of(**snake, ping_pong=True)
-    if point.page_size is not None and point.kv_len > point.q_len:
-        out["pack"] = of(pack=4)
+        out["1c"] = of(block_n=64 if dim == 128 else 128, consumers=1, stages=2)
+        out["1c ahead"] = of(
+            block_n=64 if dim == 128 else 128, consumers=1, stages=2, ahead=True
+        )  # fmt: skip
+    if dim == 64 and dense:
+        out["poly1"], out["ahead poly1"] = of(poly=1), of(poly=1, ahead=True)
+    if not dense and point.kv_len > point.q_len:
+        out["pack"], out["pack ahead"] = of(pack=4), of(pack=4, ahead=True)
     seen: dict[Any, str] = {}
     return {k: v for k, v in out.items() if k == "chosen" or seen.setdefault(v, k) == k}
 

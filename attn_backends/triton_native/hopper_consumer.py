@@ -77,6 +77,15 @@ def _issue_scores(shared, q_slot, stage, C):
 
 
 @gluon.jit
+def _issue_first(shared, wg, some, q_stage, q_phase, k_stage, k_phase, C):
+    """Start the first scores of a query tile; if there are none, those of whatever lies there."""
+    mbarrier.wait(shared.q_full.index(q_stage), q_phase, pred=some)
+    mbarrier.wait(shared.k_full.index(k_stage), k_phase, pred=some)
+    _see_copies(C)
+    return _issue_scores(shared, q_stage * C.CONSUMERS + wg, k_stage, C)
+
+
+@gluon.jit
 def _see_copies(C):
     """Make copies of other threads, which a barrier has shown to be done, seen by tensor cores.
 
@@ -175,10 +184,13 @@ def _zero_tail(slot, keys, C):
 
 @gluon.jit
 def _attend(
-    C, shared, wg: gl.constexpr, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
+    C, shared, wg: gl.constexpr, s, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
     scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
 ):  # fmt: skip
-    """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first."""
+    """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first.
+
+    ``s`` are the scores of the last tile.
+    """
     V_DTYPE: gl.constexpr = shared.v.dtype
     lo_row, hi_row = _key_range(kv_len, pos_first, left, right_end, C)
     acc = gl.zeros([64, C.DV], gl.float32, C.O_LAYOUT)
@@ -188,9 +200,6 @@ def _attend(
 
     q_slot = q_stage * C.CONSUMERS + wg
     tile = end - 1
-    mbarrier.wait(shared.k_full.index(k_stage), k_phase)
-    _see_copies(C)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, q_slot, k_stage, C),))
     _release_keys(shared, k_stage, C)
     _release_queries(shared, q_stage, tile == low, C)
     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
@@ -249,12 +258,12 @@ def _attend(
 
 
 @gluon.jit
-def _store(acc, lse, o_ptr, lse_ptr, first, rows, head, wg: gl.constexpr,
+def _store(o, lse, o_ptr, lse_ptr, first, rows, head, wg: gl.constexpr,
            group, stride_ot, stride_oh, stride_lt, stride_lh, C):  # fmt: skip
     """Write the rows of the tile that exist, 16 bytes a thread, never another sequence's."""
     # The layout of the accumulator with the columns of four neighbouring threads transposed.
     layout: gl.constexpr = rows_layout(C.DV)
-    o = gl.convert_layout(acc.to(o_ptr.dtype.element_ty), layout)
+    o = gl.convert_layout(o, layout)
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     col = gl.arange(0, C.DV, gl.SliceLayout(0, layout))
     token = row // C.PACK + wg * C.TOKENS
@@ -315,10 +324,13 @@ def consume(
     v_phase = 0
     mbarrier.wait(shared.ring_full.index(0), 0)
     rows = _field(shared, 1)
+    kv_len = _field(shared, 2)
+    pos0 = _field(shared, 3)
+    low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
+    if C.AHEAD:
+        s_token = _issue_first(shared, wg, end > low, q_stage, q_phase, k_stage, k_phase, C)
+        s = warpgroup_mma_wait(0, deps=(s_token,))
     while rows >= 0:
-        base = ring * RING_FIELDS
-        kv_len = _field(shared, base + 2)
-        pos0 = _field(shared, base + 3)
         pos_first = pos0 + wg * C.TOKENS
         # Tiles of keys inside [safe_lo, safe_hi) are seen whole by every row.
         safe_lo = 0
@@ -327,21 +339,23 @@ def consume(
             safe_lo = gl.maximum(pos_first + C.TOKENS - 1 - left, 0)
         if C.HAS_RIGHT:
             safe_hi = gl.minimum(safe_hi, pos_first + right_end)
-        low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
         acc = gl.zeros([64, C.DV], gl.float32, C.O_LAYOUT)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         total = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         if end > low:
-            mbarrier.wait(shared.q_full.index(q_stage), q_phase)
+            if not C.AHEAD:
+                s_token = _issue_first(shared, wg, True, q_stage, q_phase, k_stage, k_phase, C)
+                s = warpgroup_mma_wait(0, deps=(s_token,))
             acc, m, total, k_stage, k_phase, v_stage, v_phase = _attend(
-                C, shared, wg, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
+                C, shared, wg, s, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
                 scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
             )  # fmt: skip
             q_stage, q_phase = advance(q_stage, q_phase, C.Q_STAGES)
 
         # Read once more, instead of held in registers through the loop over keys.
+        base = ring * RING_FIELDS
         first = _field(shared, base)
-        rows = _field(shared, base + 1)
+        rows_now = _field(shared, base + 1)
         kv_len = _field(shared, base + 2)
         pos_first = _field(shared, base + 3) + wg * C.TOKENS
         head = _field(shared, base + 4)
@@ -355,12 +369,23 @@ def consume(
             lse, inverse = _with_sinks(m, total, seen, sinks_ptr, head, group, lse_scale, C)
         o_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
         o_seen = gl.convert_layout(seen, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
-        _store(
-            gl.where(o_seen, acc * o_inverse, 0.0), lse, o_ptr, lse_ptr, first, rows, head, wg,
-            group, stride_ot, stride_oh, stride_lt, stride_lh, C,
-        )  # fmt: skip
+        o = gl.where(o_seen, acc * o_inverse, 0.0).to(o_ptr.dtype.element_ty)
+
+        base = ring * RING_FIELDS
         mbarrier.wait(shared.ring_full.index(ring), ring_phase)
-        rows = _field(shared, ring * RING_FIELDS + 1)
+        rows = _field(shared, base + 1)
+        kv_len = _field(shared, base + 2)
+        pos0 = _field(shared, base + 3)
+        low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
+        if C.AHEAD:
+            # The tensor cores begin the next tile while this one is written.
+            s_token = _issue_first(shared, wg, end > low, q_stage, q_phase, k_stage, k_phase, C)
+        _store(
+            o, lse, o_ptr, lse_ptr, first, rows_now, head, wg, group,
+            stride_ot, stride_oh, stride_lt, stride_lh, C,
+        )  # fmt: skip
+        if C.AHEAD:
+            s = warpgroup_mma_wait(0, deps=(s_token,))
 
 
 __all__ = ["consume"]

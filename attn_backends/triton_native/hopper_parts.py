@@ -62,6 +62,7 @@ class Config:
     SNAKE: gl.constexpr
     PING_PONG: gl.constexpr
     NAMED_EMPTY: gl.constexpr
+    AHEAD: gl.constexpr  # the first scores of a tile run while the tile before is written
     LAZY: gl.constexpr  # a maximum is kept until it is exceeded by a factor of 2^LAZY_GROWTH
     POLY: gl.constexpr  # of 8 exponentials, how many are polynomials
     TOKENS: gl.constexpr  # query tokens per consumer warpgroup
@@ -75,7 +76,7 @@ class Config:
     def __init__(
         self, D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
-        LAZY, POLY,
+        AHEAD, LAZY, POLY,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.D1 = gl.constexpr(D1)
@@ -95,6 +96,7 @@ class Config:
         self.SNAKE = gl.constexpr(SNAKE)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.NAMED_EMPTY = gl.constexpr(NAMED_EMPTY)
+        self.AHEAD = gl.constexpr(AHEAD)
         self.LAZY = gl.constexpr(LAZY)
         self.POLY = gl.constexpr(POLY)
         self.TOKENS = gl.constexpr(64 // PACK)

@@ -25,6 +25,7 @@ class Variant:
         head_group: Heads that finish together; 0 is all. Fewer share K and V in the L2 cache.
         ping_pong: The two consumers issue to the tensor cores in turn.
         named_empty: Slots are given back through named barriers instead of mbarriers.
+        ahead: The first scores of a tile run while the tile before is written.
         lazy: Keep a row's maximum until it is exceeded by far, and do not rescale until then.
         poly: Of 8 exponentials, how many are evaluated as polynomials.
     """
@@ -39,6 +40,7 @@ class Variant:
     head_group: int = 0
     ping_pong: bool = False
     named_empty: bool = True
+    ahead: bool = False
     lazy: bool = False
     poly: int = 0
 
@@ -189,6 +191,7 @@ def compile_arguments(
         "SNAKE": variant.snake and not variant.dynamic,
         "PING_PONG": variant.ping_pong and variant.consumers == 2,
         "NAMED_EMPTY": variant.named_empty,
+        "AHEAD": variant.ahead,
         "LAZY": variant.lazy,
         "POLY": variant.poly,
         "CONSUMER_REGS": consumer,
