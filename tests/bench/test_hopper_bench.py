@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attn_backends.bench import hopper_gates, hopper_tables
-from attn_backends.bench.hopper_points import ALL_SETS, PROCESSES, SETS, Point, points, variants
+from attn_backends.bench.hopper_points import ALL_SETS, PROCESSES, Point, points, variants
 
 POINTS = [point for name in ALL_SETS for point in points(name)]
 
