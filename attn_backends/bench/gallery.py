@@ -34,7 +34,7 @@ from .gallery_data import (
 )
 
 #: Goes up when pictures should be drawn anew though their data did not change.
-DRAWING = 3
+DRAWING = 4
 _KEY = "Data-SHA256"
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -169,6 +169,9 @@ def _engine(gpu: str, source: Source, groups: list[Rates]) -> Picture:
     title = f"{engine} {version} on one {source.meta.get('gpu', gpu)} ({case['model']})"
     turns = next(r["turns"] for r in source.rows if "turns" in r)
     text = f"A whole engine by attention backend: median and range of {turns} turns."
+    if any(group.ratios for group in groups):
+        reference = next(r["reference"] for r in source.rows if "ratio" in r)
+        text += f" Figures at the left: median ratio to {reference} within a turn."
 
     def draw() -> Any:
         from .gallery_plots import throughput

@@ -78,21 +78,25 @@ class Rates:
     Attributes:
         title: The workload.
         ranges: Slowest, median and fastest turn by backend, in tokens/s.
+        ratios: Median rate over the reference's within a turn, by backend, where it was taken.
     """
 
     title: str
     ranges: dict[str, tuple[float, float, float]]
+    ratios: dict[str, float] = field(default_factory=dict)
 
 
 def rates(source: Source) -> list[Rates]:
     """What engines reached, one group a workload; empty for other results."""
-    found: dict[str, dict[str, tuple[float, float, float]]] = {}
+    found: dict[str, Rates] = {}
     for row in source.rows:
         if "tokens_per_s" in row and "fastest" in row:
-            of_workload = found.setdefault(str(row["case"].get("workload", "")), {})
-            spread = (row["slowest"], row["tokens_per_s"], row["fastest"])
-            of_workload[row["backend"]] = spread
-    return [Rates(title, ranges) for title, ranges in found.items()]
+            title = str(row["case"].get("workload", ""))
+            group = found.setdefault(title, Rates(title, {}))
+            group.ranges[row["backend"]] = (row["slowest"], row["tokens_per_s"], row["fastest"])
+            if "ratio" in row and row["backend"] != row["reference"]:
+                group.ratios[row["backend"]] = row["ratio"]
+    return list(found.values())
 
 
 def read(path: Path) -> Source:

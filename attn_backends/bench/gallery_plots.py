@@ -282,7 +282,8 @@ def throughput(title: str, groups: Sequence[Rates]) -> Any:
     """
     names = list(dict.fromkeys(name for group in groups for name in group.ranges))
     look = _look(names)
-    figure = new_figure(1.2 + 2.9 * len(groups), 0.36 * len(names) + 1.5)
+    width = 0.2 + 0.07 * max(map(len, names)) + 2.9 * len(groups)
+    figure = new_figure(max(width, 0.1 * len(title) + 0.3), 0.36 * len(names) + 1.5)
     grid = figure.subplots(1, len(groups), squeeze=False)[0]
     for i, (axes, group) in enumerate(zip(grid, groups)):
         for row, name in enumerate(names):
@@ -290,10 +291,14 @@ def throughput(title: str, groups: Sequence[Rates]) -> Any:
                 low, middle, high = group.ranges[name]
                 axes.plot([low, high], [row, row], color=look[name]["color"], linewidth=2)
                 axes.plot([middle], [row], markersize=6, **look[name])
+            if name in group.ratios:
+                text = f"{group.ratios[name]:.3f}x"
+                axes.text(0.02, row, text, va="center", transform=axes.get_yaxis_transform(),
+                          fontsize=8, color=_INK)  # fmt: skip
         axes.set_yticks(range(len(names)), names if i == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlim(0, 1.06 * max(high for _, _, high in group.ranges.values()))
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x >= 1000 else f"{x:g}")
         axes.set_xlabel("tokens/s", fontsize=8)
         axes.set_title(group.title, fontsize=9, color=_INK)
         _bare(axes, grid="x")

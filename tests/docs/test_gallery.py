@@ -128,6 +128,14 @@ def test_throughput_of_an_engine_shows_median_and_range(tmp_path: Path) -> None:
     drawn, middle = axes.lines
     assert list(drawn.get_xdata()) == [1500.0, 2200.0] and list(middle.get_xdata()) == [2000.0]
 
+    theirs = {**rows[1], "backend": "theirs", "ratio": 1.0, "reference": "theirs"}
+    rows = [theirs, {**rows[1], "ratio": 1.25, "reference": "theirs"}]
+    results(tmp_path, rows, "engine-model")
+    (picture,) = gallery.pictures(tmp_path / "results")
+    assert "median ratio to theirs within a turn" in picture.text
+    (axes,) = picture.draw().axes
+    assert [text.get_text() for text in axes.texts] == ["1.250x"]
+
 
 def test_many_variants_are_shown_as_the_fastest_and_the_slowest_of_each_point() -> None:
     rows = [
