@@ -5,9 +5,12 @@
     python -m attn_backends.bench.merge sweep                    launch shapes of our kernels
 
 Cold L2 by rotating inputs, one graph replay, variants interleaved in one process, random data,
-medians. A variant is timed only after its answer was checked. Rows of pairs on our paths also say
-how far apart the two groupings of three states are: ``associativity_err``. What all that comes to
-beside what was aimed at is printed at the end, and stands under ``aims`` in the results.
+medians. A variant is timed only after its answer was checked. Where a device can, our kernels start
+while the one ahead of them still runs, and bring their inputs to L2 meanwhile; in a replay the one
+ahead is another merge. Rows ``cuda-alone`` and ``triton-alone`` are the same kernels without that,
+launched as FlashInfer, vLLM and SGLang launch theirs. Rows of pairs on our paths also say how far
+apart the two groupings of three states are: ``associativity_err``. What all that comes to beside
+what was aimed at is printed at the end, and stands under ``aims`` in the results.
 """
 
 from __future__ import annotations
@@ -205,10 +208,33 @@ def pair_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor
     if case.copies > MAX_TORCH_COPIES and "torch" in makers:
         why = f"a graph of {case.copies} calls would have too many kernels"
         makers["torch"] = Way(makers["torch"], no_graph=why)  # type: ignore
+    if case.device == "cuda":
+        for path in PATHS[:2]:
+            makers[f"{path}-alone"] = lambda path=path: alone(path, x)  # type: ignore
     makers["copy"] = Way(copy, gate=unchecked)
     if peers:
         makers |= {name: lambda make=make: make(x) for name, make in PEERS.items()}  # type: ignore
     return makers, oracle([(x.o_a[0], x.lse_a[0]), (x.o_b[0], x.lse_b[0])])
+
+
+def alone(path: str, x: PairInputs) -> Call:
+    """A kernel path whose kernels wait for the one ahead before they start."""
+    from ..merge import cuda_merge, triton_merge
+
+    six = copies_of(x.o_a, x.lse_a, x.o_b, x.lse_b, x.o, x.lse)
+    first, dtype = [t[0] for t in six], x.o_a.dtype
+    if path == "cuda":
+        tuning = cuda_merge.TUNING._replace(pdl=False)
+        run = cuda_merge.prepare_pair(*first, dtype, tuning)
+    else:
+        form = triton_merge.TUNING._replace(pdl=False)
+        run = triton_merge.prepare_pair(*first, dtype, True, form)
+
+    def call(i: int) -> Any:
+        run(*[t[i].data_ptr() for t in six], -1, None, False)
+        return six[4][i], six[5][i]
+
+    return call
 
 
 def many_makers(case: Case, peers: bool) -> tuple[dict[str, Maker], torch.Tensor]:

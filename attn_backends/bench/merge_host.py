@@ -24,7 +24,8 @@ def host_rows(case: Case, peers: bool, samples: int = 60, calls: int = 50) -> Fo
     """Eager time per call: ``host`` without waiting for the GPU, ``eager`` with it."""
     makers, want = pair_makers(case, peers)
     o, lse = make_states(case)
-    makers.pop("copy")
+    for name in ("copy", "cuda-alone", "triton-alone"):
+        makers.pop(name, None)
     states = (o[0, 0], lse[0, 0], o[1, 0], lse[1, 0])
     other = oracle([states[:2], states[2:]])
     for path in paths_on(case.device)[:2]:

@@ -1,8 +1,8 @@
 """Launch shapes of our merge kernels against each other and FlashInfer's: a part of ``merge``.
 
 Words in names: ``spec`` loads vectors before the weights are known, ``skip`` afterwards and only
-those of weight above 0; ``pdl`` lets a kernel start while the one ahead still runs, and ``fetch``
-lets it bring its inputs to L2 meanwhile; ``turns`` gives a block several tiles.
+those of weight above 0, with ``ahead`` after LSEs were brought to L2; ``pdl`` lets a kernel start
+while the one ahead still runs, and ``fetch`` lets it bring its inputs to L2 meanwhile.
 """
 
 from __future__ import annotations
@@ -18,73 +18,58 @@ from .merge_peers import PEERS, PairInputs, flashinfer_states
 from .runner import Call
 
 ALWAYS, NEVER = 1 << 62, -1
-_HINTS = {0: "", 1: " no_allocate", 2: " L2::256B", 4: " cs", 8: " wt"}
 
 
 def cuda_name(shape: cuda_merge.Tuning, size: int) -> str:
     """What the sweep calls a shape for outputs of ``size`` bytes."""
     small = size <= shape.small_limit
     name = f"cuda[{shape.pair_threads(size)}x{shape.unroll} {'spec' if small else 'skip'}"
-    name += " pdl" * shape.pdl
-    if shape.pdl and small and shape.prefetch:
-        name += " fetch" if shape.prefetch == 1 else " bulk fetch"
-    name += _HINTS[shape.hints]
-    if shape.waves:
-        name += f" turns {shape.waves}/{shape.loop}"
-    return name + "]"
+    name += " ahead" * (shape.ahead and not small)
+    return name + " pdl" * shape.pdl + " fetch" * (shape.pdl and shape.fetch) + "]"
 
 
 def triton_name(shape: triton_merge.Tuning, size: int) -> str:
     """The same of a Triton shape."""
-    small = size <= shape.small_limit
-    name = f"triton[{shape.warps} warps x{shape.vectors} {'spec' if small else 'skip'}"
-    return name + " pdl" * shape.pdl + " fetch" * (shape.pdl and small and shape.prefetch) + "]"
+    spec, shape = size <= shape.small_limit, shape.pair(size)
+    name = f"triton[{shape.warps} warps x{shape.vectors} {'spec' if spec else 'skip'}"
+    fetch = shape.pdl and spec and size <= shape.fetch_limit
+    return name + " pdl" * shape.pdl + " fetch" * fetch + "]"
 
 
 def _cuda_pairs() -> list[cuda_merge.Tuning]:
-    plain = cuda_merge.Tuning(
-        small_limit=ALWAYS, large_from=ALWAYS, prefetch=0, hints=0, waves=0, pdl=True
-    )
-    skip = plain._replace(small_limit=NEVER)
+    spec = cuda_merge.Tuning(small_limit=ALWAYS, large_from=ALWAYS, ahead=False)
     found = []
-    for threads in (64, 128, 256, 512):
-        for fetch in (0, 1, 2):
-            found.append(plain._replace(threads=threads, prefetch=fetch))
-        found.append(skip._replace(threads=threads))
-    for threads in (128, 256):
-        found.append(plain._replace(threads=threads, prefetch=1, hints=1))
-        found.append(plain._replace(threads=threads, prefetch=0, hints=1))
-        found += [skip._replace(threads=threads, hints=h) for h in (1, 2, 4, 8)]
-        for loop in (1, 2):
-            turns = 2048 // threads
-            found.append(plain._replace(threads=threads, prefetch=1, waves=turns, loop=loop))
-        found.append(skip._replace(threads=threads, waves=2048 // threads))
-    found.append(plain._replace(threads=128, unroll=2, prefetch=1))
-    found.append(plain._replace(threads=256, pdl=False))
-    return found
+    for threads in (128, 256, 512):
+        one = spec._replace(threads=threads)
+        skip = one._replace(small_limit=NEVER)
+        found += [one, one._replace(fetch=False), one._replace(pdl=False)]
+        found += [skip, skip._replace(ahead=True)]
+    return [*found, spec._replace(unroll=2)]
 
 
 def _cuda_many(states: int) -> dict[str, cuda_merge.Tuning]:
     found = {}
-    for threads in (128, 256):
+    for threads in (64, 128, 256):
         for spec in (True, False):
-            for fetch in (0, 1) if spec else (0,):
-                name = f"cuda[{threads} {'spec' if spec else 'skip'}{' fetch' * fetch}"
-                shape = cuda_merge.Tuning(threads, 1, ALWAYS if spec else NEVER, prefetch=fetch)
-                if states <= cuda_merge.MOST_BATCH:
-                    found[name + "]"] = shape
-                    continue
-                for split in (1, 4, 8):
-                    found[f"{name} split{split}]"] = shape._replace(split=split, split_limit=ALWAYS)
+            name = f"cuda[{threads} {'spec' if spec else 'skip'}"
+            shape = cuda_merge.Tuning(threads, 1, ALWAYS if spec else NEVER, fetch=spec)
+            if states <= cuda_merge.MOST_BATCH:
+                found[name + "]"] = shape
+                continue
+            for split in (4, 8, 16):  # half of them for few states
+                found[f"{name} split{split}]"] = shape._replace(split=split, split_limit=ALWAYS)
     return found
 
 
 def _triton_pairs() -> list[triton_merge.Tuning]:
     found = []
     for warps, vectors in ((2, 1), (4, 1), (4, 2), (8, 1)):
-        shape = triton_merge.Tuning(warps, vectors, ALWAYS, True, False)
-        found += [shape, shape._replace(prefetch=True), shape._replace(small_limit=NEVER)]
-    return found
+        shape = triton_merge.Tuning(warps, vectors, large_from=ALWAYS)
+        found += [
+            shape._replace(fetch_limit=ALWAYS), shape._replace(fetch_limit=NEVER),
+            shape._replace(small_limit=NEVER),
+        ]  # fmt: skip
+    return [*found, triton_merge.Tuning(pdl=False, large_from=ALWAYS)]
 
 
 def shipped_pair(size: int) -> dict[str, str]:
@@ -143,9 +128,10 @@ def many_sweep(case: Case) -> tuple[dict[str, Maker], torch.Tensor]:
     makers: dict[str, Maker] = {}
     for name, shape in _cuda_many(case.states).items():
         makers[name] = lambda s=shape: through(cuda_merge.prepare_stacked(*layouts, s))  # type: ignore
-    for pdl in (True, False):
-        form = triton_merge.Tuning(pdl=pdl)
-        makers[f"triton[{'pdl' if pdl else ''}]"] = lambda s=form: (  # type: ignore
+    for warps, vectors, pdl in ((4, 1, False), (4, 1, True), (8, 1, True), (2, 1, True)):
+        form = triton_merge.Tuning(warps, vectors, pdl=pdl)
+        name = f"triton[{warps} warps x{vectors}{' pdl' * pdl}]"
+        makers[name] = lambda s=form: (  # type: ignore
             through(triton_merge.prepare_stacked(*layouts, True, s))
         )
     makers["flashinfer"] = lambda: flashinfer_states(o, lse)

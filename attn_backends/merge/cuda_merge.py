@@ -26,19 +26,19 @@ class Tuning(NamedTuple):
 
     Attributes:
         threads: Aimed at per block; rows of odd widths take what wastes fewer.
-        large_threads: The same for a two-way merge of an output of more than ``large_from`` bytes.
+        large_threads: The same for a two-way merge of an output of more than ``large_from`` bytes,
+            up to ``small_limit``.
         large_from: See there.
         unroll: Rows of which a thread of a two-way merge loads vectors at once.
         small_limit: Most bytes of an output for which vectors are loaded before the weights are
             known; beyond, an output of weight 0 is not read.
-        split: Groups of threads that share the states of a row in an n-way merge of few rows.
+        split: Groups of threads that share the states of a row in an n-way merge of few rows, if
+            there are so many states; for fewer, half of them.
         split_limit: Most bytes of an output for which they do.
         pdl: Let a kernel start while the one ahead of it still runs, where the device can.
-        prefetch: Have a two-way merge bring what it reads to L2 before it waits for the kernel
-            ahead, if vectors are loaded before the weights are known: 1 by lines, 2 in bulk.
-        hints: Of loads and stores, see merge.cu.
-        waves: Blocks per multiprocessor that a two-way merge has at most, each with several tiles
-            in turn; 0 gives every tile a block.
+        fetch: Have a kernel bring what it will read to L2 while it waits for the one ahead; of many
+            states only if they are ``small_limit`` bytes together.
+        ahead: Have a two-way merge of large outputs bring LSEs to L2 that later blocks will read.
     """
 
     threads: int = 128
@@ -49,14 +49,12 @@ class Tuning(NamedTuple):
     pdl: bool = True
     large_threads: int = 256
     large_from: int = 1 << 22
-    prefetch: int = 1
-    hints: int = 0
-    waves: int = 0
-    loop: int = 1
+    fetch: bool = True
+    ahead: bool = True
 
     def pair_threads(self, size: int) -> int:
         """Threads aimed at for a two-way merge of an output of ``size`` bytes."""
-        return self.large_threads if size > self.large_from else self.threads
+        return self.large_threads if self.large_from < size <= self.small_limit else self.threads
 
 
 TUNING = Tuning()
@@ -82,33 +80,45 @@ def macros(
 
 
 def pair_macros(
-    vectors: int, tile_tokens: int = 0, *, small: bool, pdl: bool, tuning: Tuning
+    vectors: int, size: int, tile_tokens: int = 0, *, pdl: bool, resident: int, tuning: Tuning
 ) -> dict[str, int]:
-    """Macros of the two-way kernel for rows of ``vectors`` vectors."""
-    rows, threads = block(vectors, tuning.threads, tile_tokens)
+    """Macros of the two-way kernel for rows of ``vectors`` vectors.
+
+    Args:
+        vectors: Of a row.
+        size: Bytes of the output.
+        tile_tokens: Tokens of a tile, or 0.
+        pdl: Whether the kernel may start while the one ahead of it still runs.
+        resident: Threads that the device runs at once if rows lie in flat order, else 0.
+        tuning: Launch shape.
+    """
+    rows, threads = block(vectors, tuning.pair_threads(size), tile_tokens)
+    small = size <= tuning.small_limit
+    ahead = 0 if small or not tuning.ahead else resident // threads
     return {
         "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
-        "SPECULATE": int(small), "PDL": int(pdl),
-        "PREFETCH": tuning.prefetch if pdl and (small or tuning.waves) else 0,
-        "LOOP": tuning.loop if tuning.waves and not tile_tokens else 0, "HINTS": tuning.hints,
+        "SPECULATE": int(small), "PDL": int(pdl), "FETCH": int(pdl and tuning.fetch),
+        "AHEAD": ahead,
     }  # fmt: skip
 
 
 def many_macros(
-    vectors: int, states: int, tile_tokens: int = 0, *, small: bool, few: bool, pdl: bool,
-    tuning: Tuning,
-) -> dict[str, int]:  # fmt: skip
-    """Macros of the n-way kernel for rows of ``vectors`` vectors."""
-    split = tuning.split if few and states > MOST_BATCH else 1
+    vectors: int, states: int, size: int, tile_tokens: int = 0, *, pdl: bool, tuning: Tuning
+) -> dict[str, int]:
+    """Macros of the n-way kernel for rows of ``vectors`` vectors; arguments as ``pair_macros``."""
+    split, small = 1, size <= tuning.small_limit
+    if size <= tuning.split_limit and states > MOST_BATCH:
+        half = tuning.split // 2
+        split = half if 1 < half and states <= half * MOST_BATCH else tuning.split
     batch = MOST_BATCH if states > MOST_BATCH // 2 else MOST_BATCH // 2
     most = 1024 // split
     aim = min(max(tuning.threads // split, vectors, 32), most)
     rows, threads = block(vectors, aim, tile_tokens, most)
+    fetch = pdl and tuning.fetch and states * size <= tuning.small_limit
     return {
         "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
         "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small),
-        "PDL": int(pdl), "PREFETCH": int(pdl and small and tuning.prefetch > 0),
-        "HINTS": tuning.hints,
+        "PDL": int(pdl), "FETCH": int(fetch),
     }  # fmt: skip
 
 
@@ -161,9 +171,9 @@ def prepare_pair(
     layout = _layout([o_a, lse_a, o_b, lse_b, out_o, out_lse], [lse_a, lse_b])
     tile, pdl = layout["TILE_TOKENS"], tuning.pdl and has_pdl(o_a.device)
     size = o_a.numel() * o_a.element_size()
-    small, tuning = size <= tuning.small_limit, tuning._replace(threads=tuning.pair_threads(size))
+    resident = 0 if tile or layout["STRIDED"] else resident_threads(o_a.device)
     defines = macros(o_a.dtype, out_dtype, head_dim, HAS_B=int(o_b is not None), **layout)
-    defines |= pair_macros(vectors, tile, small=small, pdl=pdl, tuning=tuning)
+    defines |= pair_macros(vectors, size, tile, pdl=pdl, resident=resident, tuning=tuning)
     strides: tuple[int, ...] = ()
     if layout["STRIDED"]:
         fresh = heads * head_dim, head_dim
@@ -171,8 +181,6 @@ def prepare_pair(
         strides += (*_strides(lse_b, (heads, 1)), *_strides(out_o, fresh))
         strides += _strides(out_lse, (heads, 1))
     grid = _grid(tokens, heads, defines["PASS_ROWS"] * defines["UNROLL"], tile)
-    if defines["LOOP"]:
-        grid = min(grid, tuning.waves * num_multiprocessors(o_a.device))
     launches = _Launches("merge_pair", o_a.device, grid, defines, "Q" * 6 + "qqqQd", strides)
     plain = (tokens, heads, -1, 0, 1.0)
 
@@ -285,10 +293,7 @@ def _prepare_many(
     size = o_0.numel() * o_0.element_size()
     defines = macros(o_0.dtype, out_dtype, head_dim, SEPARATE=int(separate), **layout)
     defines["COUNT_BYTES"] = 0 if counts is None else counts.element_size()
-    defines |= many_macros(
-        vectors, states, tile, small=size <= tuning.small_limit, few=size <= tuning.split_limit,
-        pdl=pdl, tuning=tuning,
-    )  # fmt: skip
+    defines |= many_macros(vectors, states, size, tile, pdl=pdl, tuning=tuning)
     strides: tuple[int, ...] = ()
     if layout["STRIDED"]:
         fresh = heads * head_dim, head_dim
@@ -367,9 +372,10 @@ def has_pdl(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=64)
-def num_multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def resident_threads(device: torch.device) -> int:
+    """Threads that a device can run at once."""
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count * found.max_threads_per_multi_processor
 
 
 def _layout(tensors: list[torch.Tensor | None], lses: list[torch.Tensor]) -> dict[str, int]:

@@ -17,7 +17,8 @@
 // - With SPECULATE, for small problems, where latency decides, vectors are loaded together with the
 //   LSEs. Without it, an output of weight 0 is not read.
 // - With PDL the kernel may be launched while the one ahead of it still runs; it waits for that one
-//   before it touches memory, and lets the next one come as early.
+//   before it loads anything, and lets the next one come as early. With FETCH it has its inputs
+//   brought to L2 meanwhile.
 // - LSEs that run along tokens, a [H, T] buffer, are visited in tiles of tokens x heads, so that
 //   every sector read is used in either layout.
 //
@@ -30,9 +31,10 @@
 //   TILE_TOKENS         tokens per tile for token-major LSEs; 0: rows in flat order
 //   THREADS             per block
 //   PASS_ROWS           rows of a block in one pass
-//   SPECULATE, PDL      1: as above
+//   SPECULATE, PDL, FETCH  1: as above
 //   MANY                0: compile merge_pair, for
 //   UNROLL              passes, all loaded at once: a block has PASS_ROWS * UNROLL rows
+//   AHEAD               fetch the LSEs of the block so far behind this one; 0: do not
 //                       1: compile merge_many, for
 //   BATCH               states that a thread has in flight
 //   SPLIT               groups of threads that share the states of a row
@@ -55,21 +57,6 @@ typedef long long i64;
 
 struct Vec { u32 x, y, z, w; };
 
-#if HINTS & 1
-#define LOAD_HINT ".L1::no_allocate"
-#elif HINTS & 2
-#define LOAD_HINT ".L2::256B"
-#else
-#define LOAD_HINT ""
-#endif
-#if HINTS & 4
-#define STORE_HINT ".cs"
-#elif HINTS & 8
-#define STORE_HINT ".wt"
-#else
-#define STORE_HINT ""
-#endif
-
 // ---- hardware: memory and number formats (tests replace this part to run on a CPU) ------------
 
 __device__ __forceinline__ Vec load_vec(const char* p) {
@@ -78,10 +65,10 @@ __device__ __forceinline__ Vec load_vec(const char* p) {
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
 #elif PDL  // what was not read-only since the launch is not for the read-only path
-  asm volatile("ld.global" LOAD_HINT ".v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
 #else
-  asm volatile("ld.global.nc" LOAD_HINT ".v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
 #endif
   return v;
@@ -111,14 +98,17 @@ __device__ __forceinline__ void wait_for_previous() {
 #endif
 }
 
-// Have memory brought to L2, where all kernels see the same: what is written to it later is not
-// missed.
-__device__ __forceinline__ void prefetch(const void* p) {
+// Have memory brought to L2. That is no read: what a kernel ahead still writes to it arrives at L2
+// too, where all of the GPU sees the same, and is there when it is loaded.
+__device__ __forceinline__ void fetch(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" :: "l"(p));
 }
 
-__device__ __forceinline__ void prefetch_bulk(const void* p, u32 bytes) {
+// The same for whole vectors that lie in a row; since sm_90, like PDL.
+__device__ __forceinline__ void fetch_bulk(const void* p, u32 bytes) {
+#if PDL
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(p), "r"(bytes));
+#endif
 }
 
 // 1 / x, the nearest float32 or its neighbour, for x in [1, 2^31]; NaN stays NaN.
@@ -156,7 +146,7 @@ __device__ __forceinline__ u32 pack_fp8x4(const float* f) {
 // Stores the 32-bit words of one vector in the output type: 1, 2 or 4.
 __device__ __forceinline__ void store_words(char* p, const u32 (&words)[OUT_WORDS]) {
 #if OUT_WORDS == 4
-  asm volatile("st.global" STORE_HINT ".v4.u32 [%0], {%1, %2, %3, %4};"
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
                :: "l"(p), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
 #elif OUT_WORDS == 2
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" :: "l"(p), "r"(words[0]), "r"(words[1]) : "memory");
@@ -288,36 +278,69 @@ __device__ __forceinline__ float merged_lse(float a, float b) {
 
 using PairRows = Tile<PASS_ROWS * UNROLL>;
 
-// Bring what a tile of rows reads to L2.
-__device__ __forceinline__ void prefetch_pair_rows(const Pair& p, const PairRows& rows) {
-#if PREFETCH == 2 && !STRIDED && !TILE_TOKENS
+// Have brought to L2 what this block will read for certain.
+__device__ __forceinline__ void fetch_pair_rows(const Pair& p, const PairRows& rows) {
+#if !STRIDED && !TILE_TOKENS  // one piece of each tensor
   const u32 all = p.num_tokens * p.num_heads;
-  if (threadIdx.x < 4 && rows.first < all) {
-    const u32 left = all - rows.first;
-    const u32 num = left < PairRows::SIZE ? left : PairRows::SIZE;
-    const i64 at = (i64)rows.first * HEAD_DIM * IN_BYTES;
-    if (threadIdx.x == 0) prefetch_bulk(p.o_a + at, num * HEAD_DIM * IN_BYTES);
-    if (threadIdx.x == 1) prefetch_bulk(p.o_b + at, num * HEAD_DIM * IN_BYTES);
-    if (threadIdx.x == 2) prefetch(p.lse_a + rows.first);
-    if (threadIdx.x == 3) prefetch(p.lse_b + rows.first);
+  if (rows.first >= all) return;
+  const u32 left = all - rows.first;
+  const u32 num = left < PairRows::SIZE ? left : PairRows::SIZE;
+  const i64 at = (i64)rows.first * HEAD_DIM * IN_BYTES;
+  if (threadIdx.x == 0) {
+    fetch(p.lse_a + rows.first);
+    fetch(p.lse_b + rows.first);
+#if SPECULATE
+    fetch_bulk(p.o_a + at, num * HEAD_DIM * IN_BYTES);
+#if HAS_B
+    fetch_bulk(p.o_b + at, num * HEAD_DIM * IN_BYTES);
+#endif
+#endif
   }
 #else
   const int column = threadIdx.x % VECTORS * WIDTH, first = threadIdx.x / VECTORS;
-  const bool starts_line = column * IN_BYTES % LINE == 0;
 #pragma unroll
   for (int k = 0; k < UNROLL; ++k) {
     u32 row, token, head;
-    if (!starts_line || first >= PASS_ROWS || !rows.find(first + k * PASS_ROWS, row, token, head))
-      continue;
-    prefetch(p.o_a + (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES);
+    if (column * IN_BYTES % LINE || first >= PASS_ROWS) continue;
+    if (!rows.find(first + k * PASS_ROWS, row, token, head)) continue;
+    if (!column) {
+      fetch(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
+      fetch(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
+    }
+#if SPECULATE
+    fetch(p.o_a + (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES);
 #if HAS_B
-    prefetch(p.o_b + (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES);
+    fetch(p.o_b + (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES);
 #endif
-    if (column) continue;
-    prefetch(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
-    prefetch(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
+#endif
   }
 #endif
+}
+
+// Have the LSEs of a block yet to come brought to L2, so that its weights are known the sooner.
+__device__ __forceinline__ void fetch_ahead(const Pair& p, const PairRows& rows) {
+#if AHEAD
+  const u32 row = rows.first + AHEAD * PairRows::SIZE;
+  if (threadIdx.x == 0 && row < p.num_tokens * p.num_heads) {
+    fetch(p.lse_a + row);
+    fetch(p.lse_b + row);
+  }
+#endif
+}
+
+// One thread of each row, at the last part of wide ones, writes the merged LSE.
+__device__ __forceinline__ void store_pair_lses(
+    const Pair& p, const PairRows& rows, int base, const float (&lse_a)[UNROLL],
+    const float (&lse_b)[UNROLL]) {
+  const int tid = threadIdx.x, first = tid / VECTORS;
+  if (base + THREADS < VECTORS) return;
+#pragma unroll
+  for (int k = 0; k < UNROLL; ++k) {
+    u32 row, token, head;
+    if ((VECTORS <= THREADS ? tid % VECTORS : tid) == 0 && first < PASS_ROWS &&
+        rows.find(first + k * PASS_ROWS, row, token, head))
+      p.lse[row_offset(row, token, head, p.s_lse, 1)] = merged_lse(lse_a[k], lse_b[k]);
+  }
 }
 
 __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& rows) {
@@ -344,12 +367,13 @@ __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& r
       lse_a[k] = load_lse(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
       lse_b[k] = load_lse(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
 #if TILE_TOKENS || STRIDED
-      if (p.num_prefix >= 0 && token >= p.num_prefix) lse_a[k] = -INF;
+      const bool has_a = p.num_prefix < 0 || token < p.num_prefix;
 #else
-      if (p.num_prefix >= 0 && row >= p.num_prefix * p.num_heads) lse_a[k] = -INF;
+      const bool has_a = p.num_prefix < 0 || row < p.num_prefix * p.num_heads;
 #endif
+      if (!has_a) lse_a[k] = -INF;
 #if SPECULATE
-      a[k] = load_vec(p.o_a + at_a[k]);
+      if (has_a) a[k] = load_vec(p.o_a + at_a[k]);
 #if HAS_B
       b[k] = load_vec(p.o_b + at_b[k]);
 #endif
@@ -369,6 +393,9 @@ __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& r
 #endif
 #endif
     }
+#if !IN_PLACE
+    store_pair_lses(p, rows, base, lse_a, lse_b);  // while vectors are on their way
+#endif
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
       if (!valid[k]) continue;
@@ -385,18 +412,10 @@ __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& r
       }
       store_vec(p.o + out[k] * OUT_BYTES, f_a);
     }
-    if (base + THREADS < VECTORS) continue;
-    // Last, since an LSE may be merged in place and every thread of the row has read it.
 #if IN_PLACE
-    __syncthreads();
+    __syncthreads();  // an LSE that is merged in place has been read by all threads of its row
+    store_pair_lses(p, rows, base, lse_a, lse_b);
 #endif
-#pragma unroll
-    for (int k = 0; k < UNROLL; ++k) {
-      u32 row, token, head;
-      if ((VECTORS <= THREADS ? tid % VECTORS : tid) == 0 && first < PASS_ROWS &&
-          rows.find(first + k * PASS_ROWS, row, token, head))
-        p.lse[row_offset(row, token, head, p.s_lse, 1)] = merged_lse(lse_a[k], lse_b[k]);
-    }
   }
 }
 
@@ -420,31 +439,16 @@ merge_pair(const char* o_a, const float* lse_a, const char* o_b, const float* ls
   let_next_come();
   Pair p{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads, num_prefix,
          (float)scale STRIDE_ARGS};
-  PairRows rows(blockIdx.x, p.num_tokens, p.num_heads);
-#if PREFETCH && PDL
-  prefetch_pair_rows(p, rows);
-#endif
-#if LOOP
-  PairRows next(blockIdx.x + gridDim.x, p.num_tokens, p.num_heads);
-#if PREFETCH && PDL && LOOP > 1
-  prefetch_pair_rows(p, next);
-#endif
+  const PairRows rows(blockIdx.x, p.num_tokens, p.num_heads);
+#if FETCH
+  fetch_pair_rows(p, rows);
 #endif
   wait_for_previous();
 #if OUT_TYPE == 3
   if (scale_ptr) p.scale = *scale_ptr;
 #endif
-#if LOOP
-  const u32 all = p.num_tokens * p.num_heads;
-  const u32 tiles = (all + PairRows::SIZE - 1) / PairRows::SIZE;
-  for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    if (LOOP == 1 || tile != blockIdx.x)
-      prefetch_pair_rows(p, PairRows(tile + gridDim.x, p.num_tokens, p.num_heads));
-    merge_pair_rows(p, PairRows(tile, p.num_tokens, p.num_heads));
-  }
-#else
+  fetch_ahead(p, rows);
   merge_pair_rows(p, rows);
-#endif
 }
 
 #else
@@ -522,8 +526,8 @@ __device__ __forceinline__ void load_lses(
   }
 }
 
-// Bring what a tile of rows reads to L2: rows have all states, at most BATCH a group.
-__device__ __forceinline__ void prefetch_many_rows(const Many& p) {
+// Have brought to L2 what this block will read: all states, of which a group has at most BATCH.
+__device__ __forceinline__ void fetch_many_rows(const Many& p) {
   const Tile<PASS_ROWS> rows(blockIdx.x, p.num_tokens, p.num_heads);
   const int group = SPLIT > 1 ? threadIdx.x / GROUP_THREADS : 0;
   const int tid = SPLIT > 1 ? threadIdx.x % GROUP_THREADS : threadIdx.x;
@@ -536,8 +540,8 @@ __device__ __forceinline__ void prefetch_many_rows(const Many& p) {
   for (int i = 0; i < BATCH; ++i) {
     const u32 j = group + i * SPLIT;
     if (j >= p.num_states) break;
-    prefetch(p.state_o(j) + at);
-    if (!column) prefetch(p.state_lse(j) + at_lse);
+    fetch(p.state_o(j) + at);
+    if (!column) fetch(p.state_lse(j) + at_lse);
   }
 }
 
@@ -665,8 +669,8 @@ merge_many(STATE_PARAMS, const void* counts, char* out, float* out_lse, JUMP_PAR
   let_next_come();
   const Many p{STATE_ARGS, counts, out, out_lse, (u32)num_states, (u32)num_tokens,
                (u32)num_heads STRIDE_ARGS};
-#if PREFETCH && SHORT && !COUNT_BYTES
-  prefetch_many_rows(p);
+#if FETCH && SPECULATE && SHORT && !COUNT_BYTES
+  fetch_many_rows(p);
 #endif
   wait_for_previous();
   merge_many_rows(p);

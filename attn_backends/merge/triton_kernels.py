@@ -10,8 +10,8 @@ small that latency decides, they are loaded before the weights are known, and ro
 else they are not read.
 IN_PLACE puts a barrier between the last read and the first write of a program, since a row's LSE
 is read by several warps and written by one. With PDL a kernel may be launched while the one ahead
-of it still runs; it waits for that one before it touches memory, but for bringing it to L2 with
-PREFETCH, and lets the next come as early.
+of it still runs; it waits for that one before it loads anything, and lets the next come as early.
+With FETCH, for contiguous rows of whole vectors, it has its inputs brought to L2 meanwhile.
 
 Strides of outputs come in units of VEC elements, so that the compiler sees their alignment. This
 module imports Triton; go through ``triton_merge``.
@@ -45,24 +45,30 @@ def _offsets(rows, num_heads, width, stride_t, stride_h, STRIDED: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(ptrs):
-    """Have the lines of these addresses brought to L2, where all kernels see the same."""
+def _fetch(o_a, o_b, lse_a, lse_b, size):
+    """Have ``size`` bytes of both outputs, and a line of both LSEs, brought to L2 by one thread.
+
+    That is no read: what a kernel ahead still writes there arrives at L2 too, where all of the GPU
+    sees the same, and is there when it is loaded.
+    """
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [ptrs.to(tl.int64)],
+        """{
+        .reg .pred first;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first prefetch.global.L2 [$3];
+        @first prefetch.global.L2 [$4];
+        @first cp.async.bulk.prefetch.L2.global [$1], $5;
+        @first cp.async.bulk.prefetch.L2.global [$2], $5;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,l,l,l,r",
+        [o_a.to(tl.int64), o_b.to(tl.int64), lse_a.to(tl.int64), lse_b.to(tl.int64), size],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def _prefetch_rows(o_ptr, rows, BLOCK_D: tl.constexpr):
-    """Have rows of outputs, given by their offsets, brought to L2."""
-    LINE: tl.constexpr = 1024 // o_ptr.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (BLOCK_D + LINE - 1) // LINE
-    _prefetch(o_ptr + rows[:, None] + tl.arange(0, LINES)[None, :] * LINE)
 
 
 @triton.jit
@@ -104,7 +110,7 @@ def _merge_pair_kernel(
     HAS_B: tl.constexpr,
     SCALED: tl.constexpr,
     SPECULATE: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    FETCH: tl.constexpr,
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -118,12 +124,13 @@ def _merge_pair_kernel(
     at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED) * VEC
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH:
-            _prefetch(tl.where(live, at_lse_a, lse_a_ptr))
-            _prefetch(tl.where(live, at_lse_b, lse_b_ptr))
-            _prefetch_rows(o_a_ptr, tl.where(live, at_a, 0), BLOCK_D)
-            if HAS_B:
-                _prefetch_rows(o_b_ptr, tl.where(live, at_b, 0), BLOCK_D)
+        if FETCH:
+            first = tl.program_id(0) * ROWS
+            num = tl.minimum(num_tokens * num_heads - first, ROWS).to(tl.int32)
+            at = first.to(tl.int64) * HEAD_DIM
+            size = num * (HEAD_DIM * o_a_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            o_b = o_b_ptr + at if HAS_B else o_a_ptr + at
+            _fetch(o_a_ptr + at, o_b, lse_a_ptr + first, lse_b_ptr + first, size)
         tl.extra.cuda.gdc_wait()
     lse_a = _read_lse(at_lse_a, live)
     lse_b = _read_lse(at_lse_b, live)

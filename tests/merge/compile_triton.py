@@ -94,7 +94,7 @@ def main() -> None:
                     "HAS_B": True,
                     "SCALED": scaled,
                     "SPECULATE": speculate,
-                    "PREFETCH": speculate and arch >= 90,
+                    "FETCH": speculate and aligned and not strided and arch >= 90,
                     "IN_PLACE": in_place,
                     "PDL": arch >= 90,
                 }
@@ -107,8 +107,8 @@ def main() -> None:
                 what = f"pair {dtype} {dim} sm_{arch} aligned={aligned}"
                 compiled = build(kernel, pointers, constants, arch)
                 check(compiled, what, aligned and out == dtype)
-                prefetches = "prefetch.global.L2" in compiled.asm["ptx"]
-                assert prefetches == constants["PREFETCH"], f"{what} prefetches: {prefetches}"
+                fetches = "cp.async.bulk.prefetch.L2" in compiled.asm["ptx"]
+                assert fetches == constants["FETCH"], f"{what} fetches: {fetches}"
         many = [(8, False, False), (40, True, False), (5, False, True)]
         for states, counts, separate in many if arch == 90 else many[:1]:
             o = torch.empty(1, 1, 128, dtype=bf16)

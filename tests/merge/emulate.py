@@ -94,8 +94,8 @@ static float load_lse(const float* p) { return *p == INF ? -INF : *p; }
 static void let_next_come() {}
 static void wait_for_previous() {}
 static volatile char fetched;  // read, so that a stray address is found
-static void prefetch(const void* p) { fetched = *(const char*)p; }
-static void prefetch_bulk(const void* p, u32 bytes) {
+static void fetch(const void* p) { fetched = *(const char*)p; }
+static void fetch_bulk(const void* p, u32 bytes) {
   for (u32 i = 0; i < bytes; i += 16) fetched = ((const char*)p)[i];
 }
 static float reciprocal(float x) { return 1.f / x; }
@@ -175,6 +175,7 @@ def install(monkeypatch: Any, folder: Path) -> None:
     monkeypatch.setattr(driver, "current_stream", lambda index: 0)
     monkeypatch.setattr(layouts, "_empty_strided_cuda", _empty_strided_cpu)
     monkeypatch.setattr(cuda_merge, "has_pdl", lambda device: True)
+    monkeypatch.setattr(cuda_merge, "resident_threads", lambda device: 256)
     monkeypatch.setitem(dispatch._REASONS, "cuda", dispatch._kernel_reasons)
     pair.forget()
     many.forget()

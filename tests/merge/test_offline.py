@@ -47,14 +47,17 @@ VARIANTS = {
 def defines_of(arch: str, name: str) -> dict[str, int]:
     dtype, out_dtype, dim, more, states, size = VARIANTS[name]
     tile, vectors = more.get("TILE_TOKENS", 0), dim * dtype.itemsize // 16
-    shape = {
-        "small": size == "small", "pdl": arch != "sm_80",
-        "tuning": cuda_merge.TUNING._replace(unroll=2),
-    }  # fmt: skip
+    tuning, pdl = cuda_merge.TUNING._replace(unroll=2), arch != "sm_80"
+    num_bytes = 1 if size == "small" else 1 << 30
     defines = cuda_merge.macros(dtype, out_dtype, dim, **more)
     if name.startswith("pair"):
-        return defines | cuda_merge.pair_macros(vectors, tile, **shape)
-    return defines | cuda_merge.many_macros(vectors, states, tile, few=size == "small", **shape)
+        resident = 0 if more.get("STRIDED") or tile else 1 << 18
+        return defines | cuda_merge.pair_macros(
+            vectors, num_bytes, tile, pdl=pdl, resident=resident, tuning=tuning
+        )
+    return defines | cuda_merge.many_macros(
+        vectors, states, num_bytes, tile, pdl=pdl, tuning=tuning
+    )
 
 
 def compile_log(arch: str, name: str) -> str:
