@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from .. import driver
-from ..backend import AttentionBackend, RunExtras
+from ..backend import AttentionBackend, BackendOptions, RunExtras
 from ..batch import Batch
 from ..capacity import Capacity
 from ..errors import UnsupportedCallError
 from ..layouts import empty, guard
 from ..output import AttentionOutput
+from ..packages import installed_version
 from ..plan import Plan
 from .arrange import Arrangement
 
@@ -122,7 +123,28 @@ class AdapterPlan(Plan):
 class AdapterBackend(AttentionBackend):
     """A backend over a library, which works on some devices and fails badly on others."""
 
+    #: Choices of options that deserve a conformance report of their own: other kernels, or other
+    #: libraries. What has none is listed as not run.
+    variants: ClassVar[tuple[dict[str, str], ...]] = ({},)
+    packages: ClassVar[tuple[str, ...]]
+
     _accepted: frozenset[torch.device] = frozenset()
+
+    @classmethod
+    def library(
+        cls, options: BackendOptions | None = None, device: torch.device | None = None
+    ) -> tuple[str, str] | None:
+        """Package and version of the library that serves, for reports.
+
+        Args:
+            options: The backend's options.
+            device: Where calls run.
+
+        Returns:
+            Both; None for PyTorch, whose version stands in every report, and for what is not there.
+        """
+        version = installed_version(cls.packages[0])
+        return None if cls.packages == ("torch",) or version is None else (cls.packages[0], version)
 
     def plan(self, batch: Batch, capacity: Capacity | None = None) -> Plan:
         """Prepare a batch; see the base class.

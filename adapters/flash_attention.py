@@ -79,6 +79,13 @@ class FlashAttentionBackend(AdapterBackend):
     name = "flash_attention"
     Options = FlashAttentionOptions
     packages = ("flash-attn", "tokenspeed-fa3", "flash-attn-3", "flash-attn-4", "vllm")
+    variants = (
+        {"version": "2", "source": "package"},
+        {"version": "2", "source": "vllm"},
+        {"version": "3", "source": "package"},
+        {"version": "3", "source": "vllm"},
+        {"version": "4"},
+    )
     #: What any of the builds can do; a bound backend holds those of its build.
     capabilities = Capabilities(
         devices=("cuda",),
@@ -176,6 +183,16 @@ class FlashAttentionBackend(AdapterBackend):
                 return [build.label, *lines]
             lines.append(f"not {build.label}: {'; '.join(map(str, reasons))}")
         return lines
+
+    @classmethod
+    def library(
+        cls, options: BackendOptions | None = None, device: torch.device | None = None
+    ) -> tuple[str, str] | None:
+        """Package and version of the first build that the options allow and that loads."""
+        for build in candidates(_options(options), device):
+            if not build.dependency_reasons():
+                return None if build.release is None else (build.package, build.release)
+        return None
 
     @classmethod
     def versions(cls) -> dict[str, str]:

@@ -155,6 +155,7 @@ class FlashInferBackend(AdapterBackend):
     name = "flashinfer"
     Options = FlashInferOptions
     packages = ("flashinfer-python",)
+    variants = ({}, {"kernel": "fa2"}, {"kernel": "fa3"})
     options: FlashInferOptions
     capabilities = Capabilities(
         devices=("cuda",),
@@ -176,6 +177,14 @@ class FlashInferBackend(AdapterBackend):
         """A missing or broken FlashInfer."""
         reason = probe_flashinfer().reason("pip install flashinfer-python")
         return [] if reason is None else [reason]
+
+    @classmethod
+    def library(
+        cls, options: BackendOptions | None = None, device: torch.device | None = None
+    ) -> tuple[str, str] | None:
+        """Package and version, also of one that was not installed as a distribution."""
+        version = probe_flashinfer().version
+        return None if version is None else (cls.packages[0], version)
 
     @classmethod
     def extra_reasons(

@@ -125,6 +125,7 @@ class TorchFlexBackend(AdapterBackend):
     name = "torch_flex"
     Options = TorchFlexOptions
     packages = ("torch",)
+    variants = ({"compile": "never"}, {"compile": "always"})
     options: TorchFlexOptions
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

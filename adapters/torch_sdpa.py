@@ -121,6 +121,7 @@ class TorchSdpaBackend(AdapterBackend):
     name = "torch_sdpa"
     Options = TorchSdpaOptions
     packages = ("torch",)
+    variants = ({}, {"kernel": "flash"}, {"kernel": "efficient"}, {"kernel": "cudnn"})
     options: TorchSdpaOptions
     capabilities = Capabilities(
         devices=("cpu", "cuda"),

@@ -97,6 +97,36 @@ def machines(results: Path) -> list[Machine]:
     return sorted(found, key=lambda m: (not m.reports[0]["meta"].get("gpu"), m.name))
 
 
+def not_run(machine: Machine) -> list[tuple[str, dict[str, str]]]:
+    """Backends and options that are worth a report, as ``variants`` says, and that have none here.
+
+    Args:
+        machine: Whose reports count; on machines without a GPU nothing is asked for.
+
+    Returns:
+        Names and options, in order.
+    """
+    if not machine.reports[0]["meta"].get("gpu"):
+        return []
+    done = [(r["backend"], r["options"]) for r in machine.reports]
+    missing = []
+    for name, entry in builtin_entries().items():
+        variants: Sequence[dict[str, str]] = getattr(entry.load(), "variants", ({},))
+        for options in variants:
+            if not any(n == name and _covers(o, options) for n, o in done):
+                missing.append((name, options))
+    return missing
+
+
+def _covers(options: dict[str, Any], variant: dict[str, str]) -> bool:
+    return variant.items() <= options.items() if variant else not options
+
+
+def variant_label(options: dict[str, str]) -> str:
+    """Options as the tables write them."""
+    return ", ".join(f"{option} {value}" for option, value in options.items())
+
+
 def page(found: Sequence[Machine]) -> str:
     """The page as Markdown."""
     lines = [
@@ -132,6 +162,9 @@ def _machine(machine: Machine) -> list[str]:
         "",
         matrix({**r, "backend": label_of(r)} for r in machine.reports).strip(),
     ]
+    if missing := not_run(machine):
+        named = [f"`{name}` {variant_label(options)}".strip() for name, options in missing]
+        lines += ["", f"Not run here: {'; '.join(named)}."]
     own = set(builtin_entries())
     strangers = [r for r in machine.reports if r["backend"] not in own]
     for report, file in zip(machine.reports, machine.files):
@@ -154,11 +187,14 @@ def _report(report: dict[str, Any], file: str) -> list[str]:
     counts = ", ".join(f"{n} {status}" for status, n in report["counts"].items() if n)
     facts = {k: meta.get(k) for k in ("date", "driver", "python", "torch", "triton", "commit")}
     facts |= meta.get("packages", {})
+    library = meta.get("library")
+    computed = f"computed by {library['name']} {library['version']}, " if library else ""
     lines = [
         f"#### `{label_of(report)}`",
         "",
         f"**{'Conforms' if report['ok'] else 'Does not conform'}** at level {report['level']}:",
-        f"{counts}; suite {report['suite_version']}, attn_backends {report['library_version']}.",
+        f"{counts}; {computed}suite {report['suite_version']}, attn_backends "
+        f"{report['library_version']}.",
         "",
         f"[{file.rpartition('/')[2]}](results/{file}), by `{meta.get('command', '')}`;",
         f"{', '.join(f'{k} {v}' for k, v in facts.items() if v)}.",
@@ -255,4 +291,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     sys.exit(main())
 
-__all__ = ["Machine", "machines", "main", "page", "stale", "write"]
+__all__ = ["Machine", "machines", "main", "not_run", "page", "stale", "variant_label", "write"]

@@ -27,8 +27,10 @@ Counts = Mapping[str, int]
 
 
 def label_of(report: Mapping[str, Any]) -> str:
-    """A backend and its chosen options."""
-    return " ".join([report["backend"], *map(str, report.get("options", {}).values())])
+    """A backend, its chosen options, and the version of the library that computed."""
+    library = report.get("meta", {}).get("library")
+    version = [] if library is None else [library["version"]]
+    return " ".join([report["backend"], *map(str, report.get("options", {}).values()), *version])
 
 
 def state_of(counts: Counts | None) -> str:

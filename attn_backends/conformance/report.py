@@ -222,19 +222,24 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def environment(device: torch.device, backend: Any = None) -> dict[str, Any]:
+def environment(device: torch.device, backend: Any = None, options: Any = None) -> dict[str, Any]:
     """Versions, device, date and command: what a result is worth nothing without.
 
     Args:
         device: Where calls run.
         backend: The backend's class. Those of its ``packages`` that are installed are listed with
             the common ones, and what its class method ``versions``, if it has one, returns
-            (package to version).
+            (package to version). What its class method ``library`` returns, a package and its
+            version, is what computed.
+        options: The options it was run with.
     """
     found = provenance(_run_command(), device)
     own = {name: installed_version(name) for name in getattr(backend, "packages", ())}
     found["packages"] |= {name: version for name, version in own.items() if version}
     found["packages"] |= getattr(backend, "versions", dict)()
+    served = backend.library(options, device) if hasattr(backend, "library") else None
+    if served is not None:
+        found["library"] = {"name": served[0], "version": served[1]}
     return found
 
 

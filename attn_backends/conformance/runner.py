@@ -302,7 +302,7 @@ def run_conformance(
         device=str(target.device),
         rows=tuple(row for row in rows if row is not None),
         stale=stale,
-        meta=environment(target.device, target.backend),
+        meta=environment(target.device, target.backend, options),
         seconds=seconds,
         options={} if options is None else options.model_dump(mode="json", exclude_unset=True),
     )

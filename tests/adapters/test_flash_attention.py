@@ -365,3 +365,8 @@ def test_reports_name_every_build_that_loads_with_its_version(install: Any, on_c
     found = FlashAttentionBackend.versions()
     assert found == {"flash-attn": "2.8.3", "flash_attn_interface": "3.0.0", "vllm": "0.20.0"}
     assert bind(spec(), version="2", source="vllm").build.label == "FlashAttention 2 (vllm 0.20.0)"
+    for variant, served in zip(FlashAttentionBackend.variants, ("flash-attn", "vllm")):
+        options = FlashAttentionBackend.Options.model_validate(variant)
+        assert FlashAttentionBackend.library(options) == (served, found[served])
+    absent = FlashAttentionBackend.Options(version="4")
+    assert FlashAttentionBackend.library(absent) is None

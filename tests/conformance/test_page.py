@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from attn_backends.cli import capability_table
 from attn_backends.conformance import REQUIREMENTS, SUITE_VERSION, page, picture
 from attn_backends.conformance.__main__ import main as command
 from attn_backends.errors import InvalidInputError
@@ -81,6 +82,26 @@ def test_failures_causes_and_strangers_are_told(docs: Path) -> None:
     assert "Refuses, the 6 most frequent of 8:" in text and "- 8 times `a=1 (supported: 0)`" in text
     assert "| lse | 3/3 | 2/3 |" in text and "| capacity | 2/2 | - |" in text
     assert "x 1.2" in text and "[conformance-theirs.json](results/h200/" in text
+
+
+def test_what_has_no_report_is_listed_as_not_run_and_libraries_are_named(docs: Path) -> None:
+    folder = docs / "results/h200"
+    one = report("flash_attention", core=counts(2))
+    one["options"] = {"version": "2", "source": "package", "num_splits": 3}
+    one["meta"]["library"] = {"name": "flash-attn", "version": "2.8.3"}
+    (folder / "conformance-flash_attention-2-package-3.json").write_text(json.dumps(one))
+    gpu, cpu = page.machines(docs / "results")
+    missing = page.not_run(gpu)
+    assert ("flash_attention", {"version": "4"}) in missing and ("flashinfer", {}) in missing
+    assert ("flash_attention", {"version": "2", "source": "package"}) not in missing
+    assert not {"triton"} & {name for name, _ in missing} and page.not_run(cpu) == []
+    text = page.page([gpu])
+    assert "#### `flash_attention 2 package 3 2.8.3`" in text
+    assert "computed by flash-attn 2.8.3, suite" in text
+    assert "`flash_attention` version 4; `flashinfer`; `flashinfer` kernel fa2;" in text
+    table = capability_table.capability_table(docs / "results")
+    assert "flash-attn 2.8.3, version 2, source package, num_splits 3: 2 passed" in table
+    assert "version 4: not run" in table
 
 
 def test_changed_results_make_page_and_picture_stale(docs: Path) -> None:
