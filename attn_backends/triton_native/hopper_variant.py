@@ -54,10 +54,13 @@ class Variant:
         """Registers per thread that the launch reserves, before warps trade them."""
         return 168 if self.consumers == 2 else 128
 
-    def warp_registers(self, paged: bool, gather: bool = False) -> tuple[int, int]:
+    def warp_registers(
+        self, paged: bool, gather: bool = False, head_dim_v: int = 128
+    ) -> tuple[int, int]:
         """Registers per thread of consumers and producer, out of the same total."""
-        if gather:
-            return {1: (168, 88), 2: (208, 88)}[self.consumers]
+        if gather:  # with fewer, exponentials are moved behind the wait that they should fill
+            two = (216, 72) if head_dim_v <= 128 else (224, 56)
+            return {1: (168, 88), 2: two}[self.consumers]
         if paged:
             return {1: (216, 40), 2: (232, 40)}[self.consumers]
         return {1: (232, 24), 2: (240, 24)}[self.consumers]
@@ -170,7 +173,7 @@ def compile_arguments(
     """The compile-time arguments of a launch."""
     left, right = bounds(causal, window)
     gather = variant.gathers(page_size)
-    consumer, producer = variant.warp_registers(page_size is not None, gather)
+    consumer, producer = variant.warp_registers(page_size is not None, gather, head_dim_v)
     first, more = split_lanes(head_dim)
     return {
         "D": first,
