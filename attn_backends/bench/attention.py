@@ -112,7 +112,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=3600, help="seconds; no point begins later")
     parser.add_argument("--points", help="only points whose label contains one of these (a,b)")
     parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--workers", type=int, default=12, help="processes that compile ahead")
+    parser.add_argument(
+        "--workers", type=int, default=12, help="processes that compile ahead; 0: none"
+    )
     args = parser.parse_args(argv)
     if args.what == "configs":
         from .attention_tune import write_configs
@@ -129,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     found = Found()
     begin = time.monotonic()
     selected = _selected(args.what, args)
-    if args.what in ("shapes", "invariance"):
+    if args.what in ("shapes", "invariance") and args.workers:
         _warm(selected, args.what == "invariance", args.workers)
     for case in selected:
         if time.monotonic() - begin > args.limit:

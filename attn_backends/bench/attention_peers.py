@@ -117,6 +117,22 @@ def fa3(x: Inputs) -> Call:
     return call
 
 
+def fa3_batched(x: Inputs) -> Call:
+    """FlashAttention 3 on sequences of one length, which it need not be told: its fastest form."""
+    import flash_attn_interface as fa
+
+    case = x.case
+    if case.page_size is not None or case.ragged:
+        raise ValueError("keys of one length without pages only")
+
+    def dense(t: torch.Tensor) -> torch.Tensor:
+        return t.view(case.batch, -1, *t.shape[1:])
+
+    return lambda i: fa.flash_attn_func(
+        dense(x.q[i]), dense(x.k[i]), dense(x.v[i]), softmax_scale=x.spec.scale, causal=case.causal
+    )
+
+
 def sdpa(x: Inputs, name: str) -> Call:
     """One of torch's fused kernels on dense tensors; without an LSE."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -148,7 +164,8 @@ PEER_NAMES: dict[str, tuple[str, ...]] = {
     "decode": ("flashinfer-fa2", "fa3"),
     "extend": ("fa3", "flashinfer-fa2", "flashinfer-fa3", "vllm-triton"),
     "prefill": (
-        "fa3", "flashinfer-fa2", "flashinfer-fa3", "cudnn", "torch-flash", "vllm-triton",
+        "fa3", "fa3-varlen", "flashinfer-fa2", "flashinfer-fa3", "cudnn", "torch-flash",
+        "vllm-triton",
     ),
 }  # fmt: skip
 
@@ -166,7 +183,8 @@ def peers(x: Inputs) -> dict[str, Callable[[], Call]]:
         known = {"flashinfer-fa2": lambda: flashinfer_decode(x), "fa3": lambda: fa3(x)}
     else:
         known = {
-            "fa3": lambda: fa3(x),
+            "fa3": lambda: fa3_batched(x) if x.case.page_size is None else fa3(x),
+            "fa3-varlen": lambda: fa3(x),
             "flashinfer-fa2": lambda: flashinfer_prefill(x, "fa2"),
             "flashinfer-fa3": lambda: flashinfer_prefill(x, "fa3"),
             "cudnn": lambda: sdpa(x, "cudnn"),

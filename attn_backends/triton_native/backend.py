@@ -36,11 +36,11 @@ class TritonOptions(BackendOptions):
     split_keys: int | None = Field(default=None, ge=16, le=2**30)
     """Keys per part instead; a multiple of the key tile is taken."""
 
-    split_config: tuple[int, int, int, int, int, int] | None = None
-    """For tuning: ``SplitConfig`` as (block_m, block_n, warps, stages, occupancy, min_chunk)."""
+    split_config: tuple[int | bool, ...] | None = Field(default=None, min_length=6, max_length=9)
+    """For tuning: the fields of ``SplitConfig``, in order; the last three may be left out."""
 
-    prefill_config: tuple[int, int, int, int, bool, bool] | None = None
-    """For tuning: ``PrefillConfig`` as (block_m, block_n, warps, stages, phases, heads_inner)."""
+    prefill_config: tuple[int | bool, ...] | None = Field(default=None, min_length=6, max_length=9)
+    """For tuning: the fields of ``PrefillConfig``, in order; the last three may be left out."""
 
     short_rows: int | None = Field(default=None, ge=0, le=2**31 - 1)
     """For tuning: queries of at most this many tokens times group take the split kernel; None

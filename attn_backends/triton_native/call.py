@@ -34,18 +34,14 @@ NARROW_ELEMENTS = 2**30
 COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-#: Forms of the kernels that are being measured against each other; see bench/attention_forms.py.
-FORMS: dict[str, Any] = {
-    "fuse": False, "lane_sums": False, "phases": False, "chain": False, "registers": None,
-    "narrow": False,
-}  # fmt: skip
+#: Programs of a merge per multiprocessor up to which kernels of the next call start beside it.
+CHAIN_PROGRAMS = 1.0
 
 
 @cache
 def launcher_of(
-    kernel_name: str, constants: tuple, warps: int, stages: int, pdl: bool,
-    registers: int | None = None,
-) -> Launcher:  # fmt: skip
+    kernel_name: str, constants: tuple, warps: int, stages: int, pdl: bool, registers: int = 0
+) -> Launcher:
     """The launcher of a kernel with these compile-time arguments; one for all plans."""
     kernels = {
         "split": _split_fwd_kernel,
@@ -135,8 +131,10 @@ class Call:
         spec, batch, formats = plan.spec, plan.batch, plan.formats
         self.plan: TritonPlan = weakref.proxy(plan)  # which holds this: its buffers end with it
         # Everything that the compiler may specialise on, beside the constants.
-        stride_table = batch.page_table.stride(0) if batch.is_paged else 0
-        self.key = (form, stride_table, k.shape[0], v.shape[0])
+        self.key = (
+            form, batch.page_table.stride(0) if batch.is_paged else 0,
+            max(extent(k), extent(v)) < NARROW_ELEMENTS, batch.max_seqlen_q <= 1,
+        )  # fmt: skip
         d, dv = spec.head_dim, spec.dv
         d0, d1 = split_lanes(d)
         dv0, dv1 = split_lanes(dv)
@@ -154,8 +152,7 @@ class Call:
         vs = (v.stride(0), v.stride(1), v.stride(2)) if paged else (0, v.stride(0), v.stride(1))
         # With room to spare for the lanes of a row, which are added later.
         narrow = int(paged and spec.page_size * max(ks[1], vs[1]) < NARROW_ELEMENTS)
-        if FORMS["narrow"] and max(extent(k), extent(v)) < NARROW_ELEMENTS:
-            narrow = 2
+        narrow = 2 if self.key[2] else narrow
         self.table = batch.page_table if paged else batch.seqlens_k
         stride_table = batch.page_table.stride(0) if paged else 0
         align = min(alignment(ks), alignment(vs))
@@ -169,12 +166,14 @@ class Call:
         )  # fmt: skip
         self.out_strides = (*out.o.stride()[:2], *out.lse.stride())
         self.left, self.right = left or 0, right or 0
+        # A query alone sees up to the last key.
+        ends = right is not None and right >= 0 and self.key[3]
         # What follows from ``key``, the spec and the plan's choices alone: see ``_launcher``.
         features = lambda: (  # noqa: E731
             ("D", d), ("D0", d0), ("D1", d1), ("DV", dv), ("DV0", dv0), ("DV1", dv1),
         )  # fmt: skip
         flags = lambda: (  # noqa: E731
-            ("HAS_LEFT", left is not None), ("HAS_RIGHT", right is not None),
+            ("HAS_LEFT", left is not None), ("HAS_RIGHT", not (right is None or ends)),
             ("HAS_SOFTCAP", softcap is not None), ("HAS_ALIBI", spec.has_alibi),
             ("HAS_MASK", spec.has_mask), ("HAS_SINKS", extras.sinks is not None),
             ("HAS_K_SCALE", scale_kind(extras.k_scale) > 0),
@@ -182,8 +181,7 @@ class Call:
             ("PAGE_SIZE", spec.page_size or 0), ("SHARE_KV", self.share),
             ("SAME_STRIDES", ks == vs), ("NARROW", narrow), ("KV_ALIGN", align),
             ("COMPUTE", COMPUTE[formats.compute]), ("FP8", formats.fp8), ("FP8_Q", formats.fp8_q),
-            ("ROW_SCALE", formats.row_scale), ("FUSE", FORMS["fuse"]),
-            ("LANE_SUMS", FORMS["lane_sums"]),
+            ("ROW_SCALE", formats.row_scale),
         )  # fmt: skip
         self.split = self.merge = self.prefill = None
         self.hopper: HopperCall | None = None
@@ -213,7 +211,7 @@ class Call:
             make: Makes it.
         """
         known = self.plan.backend.launchers
-        key = (what, self.plan.device.arch, self.key, tuple(FORMS.values()))
+        key = (what, self.plan.device.arch, self.key)
         found = known.get(key)
         if found is None:
             if len(known) >= MAX_LAUNCHERS:
@@ -230,40 +228,34 @@ class Call:
         merges = plan.bounds.slots > 0
         pdl = merges and plan.backend.options.pdl and plan.device.arch >= 90
         pdl = pdl and not plan.device.interpreted
-        chain = pdl and FORMS["chain"]
-        phases = FORMS["phases"] and spec.bounds[0] is None and not spec.has_mask
+        phases = config.phases and spec.bounds[0] is None and not spec.has_mask
+        blocks, merge_rows, few = self._merge_grid(plan)
+        # The kernels of the next call start early if they find the multiprocessors all but empty:
+        # beside a large merge they would be dealt out unevenly.
+        chain = pdl and blocks[0] * blocks[1] <= CHAIN_PROGRAMS * plan.device.processors
 
         def split_launcher() -> Launcher:
             constants = (
                 ("HK", spec.num_kv_heads), ("GROUP", group), ("GROUP_P2", next_power_of_2(group)),
-                *features(), ("DVP", dvp), *flags(), ("PHASES", phases), ("C0", plan.c0),
+                *features(), ("DVP", dvp), *flags(), ("FUSE", config.fuse),
+                ("LANE_SUMS", config.lane_sums), ("PHASES", phases), ("C0", plan.c0),
                 ("PDL", pdl), ("CHAIN", chain),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
             stages = config.stages
             if not self.share:
                 stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
-            return launcher_of(
-                "split", constants, self._warps(config), stages, chain, FORMS["registers"]
-            )
+            return launcher_of("split", constants, self._warps(config), stages, chain)
 
-        self.split = self._launcher(("split", config, plan.c0, pdl), split_launcher)
+        self.split = self._launcher(("split", config, plan.c0, pdl, chain), split_launcher)
         plan, table = self.plan, self.table
         self.split_tensors = lambda: (plan.items, plan.part_acc, plan.part_ml, table)
         self.split_at = (plan.items_at, plan.part_acc_at, plan.part_ml_at, table.data_ptr())
         self.split_numbers = (plan.part_rows, self.left, self.right, self.k_step, self.v_step)
         self.split_grid = (plan.bounds.items * spec.num_kv_heads, 1, 1)
         if merges:
-            # Sequences of several tiles have more rows than one tile; they may be cut as well.
-            rows = min(plan.batch.max_seqlen_q * group, plan.short_rows)
-            if plan.c0:
-                rows = plan.part_rows  # only single tiles are cut
-            programs = rows * spec.num_kv_heads * plan.batch.num_seqs
-            # Few rows are cut by lanes, and many parts are read many at a time, since otherwise
-            # a few programs would wait for one load after the other.
-            few = programs < 4 * plan.device.processors
-            block_d = 128 if few and dvp > 256 else dvp
-            tiles = max(plan.batch.num_seqs * -(-rows // config.block_m), 1)
+            block_d = dvp // blocks[1]
+            tiles = max(plan.batch.num_seqs * -(-merge_rows // config.block_m), 1)
             parts = next_power_of_2(plan.bounds.slots // tiles)
             block_s = min(max(parts, 8), 64 if few else 16, 8192 // block_d)
 
@@ -277,13 +269,26 @@ class Call:
                 )  # fmt: skip
                 return launcher_of("merge", constants, 4, 2, pdl)
 
-            what = ("merge", config.block_m, block_d, block_s, plan.c0, pdl)
+            what = ("merge", config.block_m, block_d, block_s, plan.c0, pdl, chain)
             self.merge = self._launcher(what, merge_launcher)
             self.merge_tensors = lambda: (plan.seqs, plan.part_acc, plan.part_ml)
             self.merge_at = (plan.seqs_at, plan.part_acc_at, plan.part_ml_at)
-            self.merge_numbers = (*self.out_strides, rows, plan.part_rows, self.v_step)
-            blocks = -(-spec.dv // block_d)
-            self.merge_grid = (programs, blocks, 1)
+            self.merge_numbers = (*self.out_strides, merge_rows, plan.part_rows, self.v_step)
+            self.merge_grid = (*blocks, 1)
+
+    def _merge_grid(self, plan: TritonPlan) -> tuple[tuple[int, int], int, bool]:
+        """Programs of the merge, by rows and by blocks of lanes; rows a sequence; few or many."""
+        spec, batch = plan.spec, plan.batch
+        # Sequences of several tiles have more rows than one tile; they may be cut as well.
+        rows = min(batch.max_seqlen_q * spec.group_size, plan.short_rows)
+        if plan.c0:
+            rows = plan.part_rows  # only single tiles are cut
+        programs = rows * spec.num_kv_heads * batch.num_seqs
+        # Few rows are cut by lanes, and many parts are read many at a time, since otherwise
+        # a few programs would wait for one load after the other.
+        few = programs < 4 * plan.device.processors
+        dvp = next_power_of_2(spec.dv)
+        return (programs, dvp // 128 if few and dvp > 256 else 1), rows, few
 
     def _bind_prefill(
         self, plan: TritonPlan, features: Callable[[], tuple], flags: Callable[[], tuple]
@@ -301,11 +306,12 @@ class Call:
             constants = (
                 ("H", spec.num_heads), ("GROUP", group), *features(), *flags(),
                 ("SKIP_SHORT", plan.splits), ("PHASES", phases),
-                ("HEADS_INNER", config.heads_inner), ("PACK", self.pack), ("BLOCK_B", block_b),
+                ("HEADS_INNER", config.heads_inner), ("FUSE", config.fuse),
+                ("LANE_SUMS", config.lane_sums), ("PACK", self.pack), ("BLOCK_B", block_b),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
             return launcher_of(
-                "prefill", constants, self._warps(config), config.stages, False, FORMS["registers"]
+                "prefill", constants, self._warps(config), config.stages, False, config.registers
             )
 
         what = ("prefill", config, plan.splits, self.pack, block_b)

@@ -29,6 +29,9 @@ class SplitConfig:
         stages: Depth of the load pipeline.
         occupancy: Programs that run at once on a multiprocessor, for the model of waves.
         min_chunk: Keys that a part has at least.
+        fuse: Whether a softmax term takes one fused step (``primitives.exponent_form``).
+        lane_sums: Whether sums are kept per lane and added up at the end.
+        phases: Whether tiles that every row sees run in a loop without masks.
     """
 
     block_m: int
@@ -37,6 +40,9 @@ class SplitConfig:
     stages: int
     occupancy: int = 3
     min_chunk: int = 64
+    fuse: bool = False
+    lane_sums: bool = False
+    phases: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,9 @@ class PrefillConfig:
         stages: Depth of the load pipeline.
         phases: Whether tiles that every row sees run in a loop without masks.
         heads_inner: Whether heads change fastest in the grid, else tiles within a KV head.
+        fuse: As in ``SplitConfig``, like ``lane_sums``.
+        lane_sums: The same.
+        registers: Most registers of a thread, so that more programs fit; 0 leaves it open.
     """
 
     block_m: int
@@ -58,6 +67,9 @@ class PrefillConfig:
     stages: int
     phases: bool = True
     heads_inner: bool = True
+    fuse: bool = False
+    lane_sums: bool = False
+    registers: int = 0
 
 
 def split_lanes(width: int) -> tuple[int, int]:
@@ -132,8 +144,10 @@ def split_config(
     widest = max(d, dv)
     if widest > 256:
         small = block_m < 64
-        config = SplitConfig(block_m, 32 if small else 64, 4 if small else 8, 3 if small else 2,
-                             2 if small else 1)  # fmt: skip
+        config = SplitConfig(
+            block_m, 32 if small else 64, 4 if small else 8, 3 if small else 2, 2 if small else 1,
+            fuse=not small, lane_sums=small, phases=small,
+        )  # fmt: skip
         if not share_kv and not small:
             config = replace(config, block_n=32)
     elif widest > 128:
@@ -162,6 +176,19 @@ def many_config(
     if max(d, dv) > 64:
         return SplitConfig(block_m, 32, 1, 3, 7)
     return SplitConfig(block_m, 64, 2, 4, 5)
+
+
+@cache
+def few_config(
+    arch: int, block_m: int, d: int, dv: int, q_bytes: int, kv_bytes: int
+) -> SplitConfig | None:
+    """Large tiles for so few keys that all programs run at once: see ``cuts.few_chunk``.
+
+    None where none were measured to help.
+    """
+    if arch < 90 or block_m > 16 or q_bytes != 2 or kv_bytes != 2 or not 64 < max(d, dv) <= 128:
+        return None
+    return SplitConfig(block_m, 128, 8, 2, 2, 128, fuse=True, lane_sums=True)
 
 
 @cache
@@ -200,15 +227,19 @@ def prefill_config(
     elif arch < 90:
         config = PrefillConfig(64, 32, 4, 3) if small else PrefillConfig(128, 32, 8, 3)
     else:
-        config = PrefillConfig(64, 64, 4, 3) if small else PrefillConfig(128, 64, 8, 3)
+        config = PrefillConfig(128, 64, 8, 3, fuse=True)
+        if small:
+            config = PrefillConfig(64, 32, 4, 3, fuse=True)
     if has_mask and widest > 64:
-        config = replace(config, block_m=64, warps=8, block_n=min(config.block_n, 64))
+        block_n = min(config.block_n, 32)
+        config = replace(config, block_m=64, warps=8, block_n=block_n, fuse=False, registers=0)
     return _fit(config, arch, d, dv, q_bytes, kv_bytes, False)
 
 
 __all__ = [
     "PrefillConfig",
     "SplitConfig",
+    "few_config",
     "fit_stages",
     "many_config",
     "prefill_config",

@@ -35,6 +35,8 @@ CUT_LOSS = 1.04
 EQUAL = 1.25
 #: Unequal lengths: pieces of 1.5 times an equal share if that is short, else of 0.7 times.
 SHORT_PIECE, FEW, MANY = 2048, 1.5, 0.7
+#: Keys per multiprocessor that are few: see ``few_chunk``.
+FEW_KEYS = 512
 # The same for the device's copy of the model.
 _WAVES, _SATURATION, _FEED = tl.constexpr(WAVES), tl.constexpr(SATURATION), tl.constexpr(FEED)
 _START, _NEXT = tl.constexpr(START), tl.constexpr(NEXT)
@@ -104,6 +106,17 @@ def prefers_many(n: int, processors: int, occupancy: int, many: int) -> bool:
     full, rest = divmod(n - 1, slots)
     waves = full * wave_keys(slots, 1, processors) + wave_keys(rest + 1, 1, processors)
     return n / (processors * SATURATION) < 0.97 * waves
+
+
+def few_chunk(n: int, span: int, processors: int, occupancy: int, block_n: int) -> int:
+    """Keys per part where all parts of ``n`` uncut programs can run at once, a few tiles each.
+
+    0 if there are more keys than that: the parts then are for ``choose_chunk``.
+    """
+    parts = processors * occupancy // max(n, 1)
+    if not parts or n * span > FEW_KEYS * processors:
+        return 0
+    return max(-(-span // parts), block_n)
 
 
 def choose_chunk(
@@ -183,4 +196,7 @@ def cut(span: int, chunk: int, splits: int, block_n: int) -> tuple[int, int]:
     return max(-(-span // size), 1), size
 
 
-__all__ = ["WAVES", "choose_chunk", "choose_chunk_on_device", "cut", "prefers_many", "wave_keys"]
+__all__ = [
+    "WAVES", "choose_chunk", "choose_chunk_on_device", "cut", "few_chunk", "prefers_many",
+    "wave_keys",
+]  # fmt: skip

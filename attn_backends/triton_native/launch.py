@@ -32,7 +32,7 @@ class Launcher:
         warps: Warps per program.
         stages: Depth of the load pipeline.
         pdl: Launch so that it may start before the kernel ahead of it has ended.
-        registers: Most registers of a thread; None leaves it to the compiler.
+        registers: Most registers of a thread; 0 leaves it to the compiler.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Launcher:
         warps: int = 4,
         stages: int = 2,
         pdl: bool = False,
-        registers: int | None = None,
+        registers: int = 0,
     ) -> None:
         self.kernel = kernel
         self.constants = constants
         self.options = {"num_warps": warps, "num_stages": stages}
         if pdl:
             self.options["launch_pdl"] = True
-        if registers is not None:
+        if registers:
             self.options["maxnreg"] = registers
         self.values = tuple(constants.values())
         self._known: dict[Any, tuple[Form, driver.Launch]] = {}

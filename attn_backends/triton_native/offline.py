@@ -75,13 +75,13 @@ def _recording(arch: int, processors: int) -> Iterator[list[Launch]]:
 
     class Recorder:
         def __init__(
-            self, kernel: Any, constants: dict, *, warps=4, stages=2, pdl=False, registers=None
+            self, kernel: Any, constants: dict, *, warps=4, stages=2, pdl=False, registers=0
         ) -> None:  # fmt: skip
             self.kernel, self.constants = kernel, constants
             self.options = {"num_warps": warps, "num_stages": stages}
             if pdl:
                 self.options["launch_pdl"] = True
-            if registers is not None:
+            if registers:
                 self.options["maxnreg"] = registers
 
         def again(self, *given: Any) -> bool:

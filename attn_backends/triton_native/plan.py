@@ -21,12 +21,13 @@ from .call import Call, launch, launcher_of, next_power_of_2, scale_kind
 from .configs import (
     PrefillConfig,
     SplitConfig,
+    few_config,
     many_config,
     prefill_config,
     split_config,
     split_lanes,
 )
-from .cuts import prefers_many
+from .cuts import few_chunk, prefers_many
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
 from .launch import is_interpreted
 from .repeat import kinds, repeat_of
@@ -138,15 +139,22 @@ class TritonPlan(Plan):
         self.split = split_config(
             device.arch, short, spec.head_dim, dv, q_bytes, kv_bytes, share, spec.batch_invariant
         )
+        self.few_chunk = 0
         if options.split_config is not None:
             self.split = SplitConfig(*options.split_config)
         elif not (spec.batch_invariant or options.num_splits or options.split_keys):
-            many = many_config(device.arch, self.split.block_m, spec.head_dim, dv, *self.sizes)
-            tiles = batch.num_seqs * -(-short // self.split.block_m)
+            form = (device.arch, self.split.block_m, spec.head_dim, dv, *self.sizes)
+            many, few = many_config(*form), few_config(*form)
+            programs = batch.num_seqs * -(-short // self.split.block_m) * spec.num_kv_heads
             if many is not None and prefers_many(
-                tiles * spec.num_kv_heads, device.processors, self.split.occupancy, many.occupancy
+                programs, device.processors, self.split.occupancy, many.occupancy
             ):
                 self.split = many
+            elif few is not None:
+                self.few_chunk = few_chunk(
+                    programs, batch.max_seqlen_k, device.processors, few.occupancy, few.block_n
+                )
+                self.split = few if self.few_chunk else self.split
         small = -(-batch.total_q // 128) * spec.num_heads < device.processors or rows <= 64
         small = small or batch.max_seqlen_k <= SHORT_KEYS
         self.prefill = prefill_config(
@@ -186,7 +194,8 @@ class TritonPlan(Plan):
         return choose_variant(
             head_dim=spec.head_dim, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads,
             max_seqlen_q=batch.max_seqlen_q, total_q=batch.total_q, num_seqs=batch.num_seqs,
-            num_sms=device.processors,
+            num_sms=device.processors, max_seqlen_k=batch.max_seqlen_k,
+            causal=spec.bounds[1] is not None, paged=spec.page_size is not None,
         )  # fmt: skip
 
     def _list_hopper_work(self) -> None:
@@ -230,8 +239,8 @@ class TritonPlan(Plan):
             block_m=config.block_m, block_n=config.block_n, rate=self.rate,
             processors=self.device.processors, occupancy=config.occupancy,
             min_chunk=config.min_chunk, num_kv_heads=spec.num_kv_heads, group=spec.group_size,
-            chunk=0 if self.c0 else options.split_keys or 0, splits=self.num_splits, c0=self.c0,
-            pad_rows=self.pad_rows,
+            chunk=0 if self.c0 else options.split_keys or self.few_chunk, splits=self.num_splits,
+            c0=self.c0, pad_rows=self.pad_rows,
         )  # fmt: skip
         self.bounds = bounds
         self.part_rows = min(config.block_m, batch.max_seqlen_q * spec.group_size)

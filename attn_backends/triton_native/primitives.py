@@ -113,17 +113,6 @@ def tanh(x, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def visible(n, row_pos, left, right, keep, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """Which keys [BLOCK_N] each row [BLOCK_M] sees, by length, causality and window."""
-    see = keep[None, :]
-    if HAS_LEFT:
-        see = see & (n[None, :] >= row_pos[:, None] - left)
-    if HAS_RIGHT:
-        see = see & (n[None, :] <= row_pos[:, None] + right)
-    return see
-
-
-@triton.jit
 def key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT: tl.constexpr,
               HAS_RIGHT: tl.constexpr):  # fmt: skip
     """Keys [lo, hi) that any row between two positions sees; lo == hi if none."""
@@ -176,6 +165,10 @@ def attend(
     dtype: tl.constexpr = q0.dtype
     accurate: tl.constexpr = dtype == tl.float32
     lanes = tl.arange(0, BLOCK_N)
+    # The last key that a row sees. Before key_lo there is none that the window would show.
+    last = row_pos * 0 + (key_hi - 1)
+    if HAS_RIGHT:
+        last = tl.minimum(row_pos + right, key_hi - 1)
     fused: tl.constexpr = FUSE and not (HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE)
     base = m
     if fused:
@@ -208,7 +201,9 @@ def attend(
             s = s * row_scale - slope[:, None] * distance
             row_scale = 1.0
         if MASKED:
-            see = visible(n, row_pos, left, right, keep, HAS_LEFT, HAS_RIGHT)
+            see = n[None, :] <= last[:, None]
+            if HAS_LEFT:
+                see = see & (n[None, :] >= (row_pos - left)[:, None])
             if HAS_MASK:
                 inside = row_valid[:, None] & keep[None, :]
                 bits = tl.load(mask_rows[:, None] + n[None, :], mask=inside, other=0)
@@ -240,9 +235,7 @@ def attend(
         else:
             v_off = k_off
             if not SAME_STRIDES:
-                v_off = row_offsets(
-                    pages, start, stride_vp, stride_vn, PAGE_SIZE, NARROW, BLOCK_N
-                )
+                v_off = row_offsets(pages, start, stride_vp, stride_vn, PAGE_SIZE, NARROW, BLOCK_N)
             v0 = to_compute(load_rows(v_ptr, v_off, keep, 0, DV0, DV, MASKED), dtype, FP8)
             acc0 = tl.dot(p.to(dtype), v0, acc0, input_precision="ieee")
             if DV1 > 0:
