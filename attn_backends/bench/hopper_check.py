@@ -172,6 +172,7 @@ class CheckInputs:
             head_dim=case.head_dim, num_heads=case.heads[0], num_kv_heads=case.heads[1],
             max_seqlen_q=max(self.q_lens), total_q=self.total_q, num_seqs=len(self.q_lens),
             num_sms=torch.cuda.get_device_properties(0).multi_processor_count,
+            max_seqlen_k=max(self.kv_lens), causal=case.causal, paged=case.page_size is not None,
         )  # fmt: skip
         return replace(chosen, **case.variant)
 

@@ -94,11 +94,12 @@ PROCESSES = (("causal", "full", "mix", "choice"), ("paged", "extend", "odd"),
 
 def is_shape(point: Point) -> dict[str, Any]:
     """What ``choose_variant`` is told of a point."""
-    q_lens, _ = point.lengths()
+    q_lens, kv_lens = point.lengths()
     return {
         "head_dim": point.head_dim, "num_heads": point.heads[0], "num_kv_heads": point.heads[1],
         "max_seqlen_q": max(q_lens), "total_q": sum(q_lens), "num_seqs": point.batch,
-        "num_sms": _PROCESSORS,
+        "num_sms": _PROCESSORS, "max_seqlen_k": max(kv_lens), "causal": point.causal,
+        "paged": point.page_size is not None,
     }  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def hopper_prefill(
         variant = choose_variant(
             head_dim=head_dim, num_heads=num_heads, num_kv_heads=k.shape[-2],
             max_seqlen_q=max_seqlen_q, total_q=total_q, num_seqs=num_seqs,
-            num_sms=device_facts(q.device.index)[1],
+            num_sms=device_facts(q.device.index)[1], causal=causal, paged=page_table is not None,
         )  # fmt: skip
     call = HopperCall(
         q, k, v, o, lse, variant=variant, num_seqs=num_seqs, page_table=page_table, scale=scale,

@@ -109,6 +109,9 @@ def choose_variant(
     total_q: int,
     num_seqs: int,
     num_sms: int,
+    max_seqlen_k: int = 0,
+    causal: bool = True,
+    paged: bool = False,
     batch_invariant: bool = False,
 ) -> Variant:
     """The variant for a shape; host facts alone decide, so that it never needs a sync.
@@ -121,6 +124,9 @@ def choose_variant(
         total_q: Query tokens, or a bound.
         num_seqs: B.
         num_sms: Multiprocessors.
+        max_seqlen_k: Longest key count, or a bound; 0 if unknown.
+        causal: Whether later keys are masked, so that tiles differ in length.
+        paged: Whether keys come in pages.
         batch_invariant: Let D alone decide. The bits of a row then depend on its own sequence
             only: its tiles of keys start at multiples of ``block_n``, and a tile that it does not
             see changes nothing.
