@@ -183,7 +183,9 @@ def _shape(case: dict[str, Any]) -> str:
     text += f", {case['prefix']} of them shared" if "prefix" in case else ""
     heads = f"{case['num_heads']}/{case['num_kv_heads']} heads, D {case['head_dim']}"
     page = case.get("page_size")
-    return f"{text}, {heads}, {f'page {page}' if page else 'ragged keys'}"
+    text = f"{text}, {heads}, {f'page {page}' if page else 'ragged keys'}"
+    kv = case.get("kv_dtype", case.get("dtype"))
+    return text if kv == case.get("dtype") else f"{text}, {kv} cache"
 
 
 def _markdown(rows: list[dict[str, Any]]) -> list[str]:
