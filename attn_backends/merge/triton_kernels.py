@@ -134,12 +134,12 @@ def _merge_pair_kernel(
         tl.extra.cuda.gdc_wait()
     lse_a = _read_lse(at_lse_a, live)
     lse_b = _read_lse(at_lse_b, live)
+    has_prefix = rows < tl.where(num_prefix < 0, num_tokens, num_prefix) * num_heads
     if SPECULATE:
         columns = tl.arange(0, BLOCK_D)
-        a = _read(o_a_ptr, at_a, columns, live, columns < HEAD_DIM)
+        a = _read(o_a_ptr, at_a, columns, live & has_prefix, columns < HEAD_DIM)
         if HAS_B:
             b = _read(o_b_ptr, at_b, columns, live, columns < HEAD_DIM)
-    has_prefix = (num_prefix < 0) | (rows < num_prefix * num_heads)
     lse_a = tl.where(has_prefix, lse_a, float("-inf"))
     peak = tl.maximum(lse_a, lse_b)  # drops a NaN, which exp brings back
     peak = tl.where(peak == float("-inf"), 0.0, peak)
