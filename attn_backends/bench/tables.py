@@ -82,6 +82,8 @@ def _rows(rows: list[dict[str, Any]]) -> list[str]:
         return _markdown([{k: v for k, v in r.items() if k != "bench"} for r in rows])
     if rows[0]["bench"].endswith(("_tokens", "_throughput")):
         return _engine(rows)
+    if rows[0]["bench"] == "adapter-overhead":
+        return _overheads(rows)
     grouped: dict[tuple[str, str, str], dict[str, float]] = {}
     for r in rows:
         if not r.get("right", True):
@@ -100,6 +102,25 @@ def _rows(rows: list[dict[str, Any]]) -> list[str]:
                 **{f"{n}, us": times.get(n, "") for n in names},
             }
             for (bench, shape, mode), times in grouped.items()
+        ]
+    )
+
+
+def _overheads(rows: list[dict[str, Any]]) -> list[str]:
+    """Host time of an adapter beside the call that it makes."""
+    return _markdown(
+        [
+            {
+                "backend": f"`{r['backend']}`",
+                "library": r["library"],
+                "phase": r["phase"],
+                "library, us": r["direct_us"],
+                "adapter, us": r["ours_us"],
+                "added, us": f"{r['overhead_us']} ({r['p25_us']} to {r['p75_us']})",
+                f"< {r['aim_us']:g} us": "yes" if r["met"] else "no",
+            }
+            for r in rows
+            if r["right"]
         ]
     )
 

@@ -13,6 +13,7 @@ from standin_varlen import varlen
 from attn_backends.bench import adapter_overhead as bench
 from attn_backends.bench.attention_cases import Case, Inputs
 from attn_backends.bench.backend_ways import chooser
+from attn_backends.bench.tables import table
 
 CPU = torch.device("cpu")
 FA2 = 'flash_attention:version="2",source=package'
@@ -124,3 +125,15 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
         pytest.skip("has a GPU")
     assert bench.main([]) == 2
     assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_the_table_tells_what_is_added_and_whether_the_aim_was_met(
+    libraries: dict[str, Any],
+) -> None:
+    rows = list(bench.measure([FA2], CPU, samples=2, cases={"decode": DECODE}))
+    wrong = {**rows[0], "right": False}
+    meta = {"command": "bench", "date": "2026-01-01", "packages": {}}
+    text = table({"meta": meta, "rows": [*rows, wrong]}).splitlines()
+    assert text[-3].split(" | ")[-1] == "< 10 us |"
+    assert text[-1].startswith(f"| `{FA2}` | FlashAttention 2 (flash-attn 2.8.3) | decode |")
+    assert text[-1].endswith("| yes |" if rows[0]["met"] else "| no |") and len(text) == 7
