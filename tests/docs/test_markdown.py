@@ -110,13 +110,20 @@ def test_environment_page_lists_every_variable() -> None:
     assert rows == [(PREFIX + name, text) for name, text in VARIABLES.items()]
 
 
-def test_performance_tables_are_made_from_the_results() -> None:
+TABLED = [page for page in PAGES if "<!-- results: " in page.read_text()]
+
+
+@pytest.mark.parametrize("page", TABLED, ids=name_of)
+def test_tables_are_made_from_the_results(page: Path) -> None:
     from attn_backends.bench.tables import rewrite
 
-    page = ROOT / "docs/performance.md"
     assert rewrite(page) == page.read_text(), (
-        "run python -m attn_backends.bench.tables docs/performance.md"
+        f"run python -m attn_backends.bench.tables {name_of(page)}"
     )
+
+
+def test_pages_with_tables_are_found() -> None:
+    assert {page.name for page in TABLED} >= {"performance.md", "vllm.md", "sglang.md"}
 
 
 def test_results_say_where_they_come_from() -> None:
