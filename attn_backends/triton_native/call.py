@@ -133,7 +133,8 @@ class Call:
         # Everything that the compiler may specialise on, beside the constants.
         self.key = (
             form, batch.page_table.stride(0) if batch.is_paged else 0,
-            max(extent(k), extent(v)) < NARROW_ELEMENTS, batch.max_seqlen_q <= 1,
+            max(extent(k), extent(v)) < NARROW_ELEMENTS,
+            batch.max_seqlen_q <= 1 and not spec.batch_invariant,  # of which one kernel takes all
         )  # fmt: skip
         d, dv = spec.head_dim, spec.dv
         d0, d1 = split_lanes(d)

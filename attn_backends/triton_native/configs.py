@@ -186,9 +186,13 @@ def few_config(
 
     None where none were measured to help.
     """
-    if arch < 90 or block_m > 16 or q_bytes != 2 or kv_bytes != 2 or not 64 < max(d, dv) <= 128:
+    if arch < 90 or block_m > 16 or q_bytes != 2 or kv_bytes != 2:
         return None
-    return SplitConfig(block_m, 128, 8, 2, 2, 128, fuse=True, lane_sums=True)
+    if 64 < max(d, dv) <= 128:
+        return SplitConfig(block_m, 128, 8, 2, 2, 128, fuse=True, lane_sums=True)
+    if max(d, dv) > 256:
+        return SplitConfig(block_m, 64, 8, 2, 1, 64, fuse=True, lane_sums=True)
+    return None
 
 
 @cache

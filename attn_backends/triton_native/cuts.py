@@ -35,8 +35,8 @@ CUT_LOSS = 1.04
 EQUAL = 1.25
 #: Unequal lengths: pieces of 1.5 times an equal share if that is short, else of 0.7 times.
 SHORT_PIECE, FEW, MANY = 2048, 1.5, 0.7
-#: Keys per multiprocessor that are few: see ``few_chunk``.
-FEW_KEYS = 512
+#: Tiles per program that are few: see ``few_chunk``.
+FEW_TILES = 2
 # The same for the device's copy of the model.
 _WAVES, _SATURATION, _FEED = tl.constexpr(WAVES), tl.constexpr(SATURATION), tl.constexpr(FEED)
 _START, _NEXT = tl.constexpr(START), tl.constexpr(NEXT)
@@ -114,7 +114,7 @@ def few_chunk(n: int, span: int, processors: int, occupancy: int, block_n: int) 
     0 if there are more keys than that: the parts then are for ``choose_chunk``.
     """
     parts = processors * occupancy // max(n, 1)
-    if not parts or n * span > FEW_KEYS * processors:
+    if not parts or n * span > FEW_TILES * occupancy * block_n * processors:
         return 0
     return max(-(-span // parts), block_n)
 
