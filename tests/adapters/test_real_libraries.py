@@ -20,6 +20,7 @@ from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
 from attn_backends.batch import Batch
 from attn_backends.conformance import run_conformance
+from attn_backends.errors import InvalidInputError
 from attn_backends.spec import AttentionSpec
 
 TARGETS = {
@@ -108,6 +109,19 @@ def test_a_library_is_waited_for_as_often_as_its_adapter_says(name: str) -> None
             if last:
                 assert len(planning) == wanted, planning
                 assert not running
+
+
+@pytest.mark.gpu
+def test_flashinfer_s_own_complaint_about_its_workspace_names_the_option() -> None:
+    options = FlashInferBackend.Options(workspace_mb=1)
+    missing = FlashInferBackend.dependency_reasons(options)
+    if missing:
+        pytest.skip("not run: " + "; ".join(map(str, missing)))
+    spec = AttentionSpec(32, 8, 128, page_size=16)
+    table = torch.arange(8 * 512, dtype=torch.int32).view(8, 512)
+    batch = Batch.from_lengths([1] * 8, [8192] * 8, page_table=table, device="cuda")
+    with pytest.raises(InvalidInputError, match="workspace_mb=1"):
+        FlashInferBackend(spec, device="cuda", options=options).plan(batch)
 
 
 COMPILED = {
