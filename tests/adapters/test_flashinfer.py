@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from standin_flashinfer import flashinfer
 from support import assert_close, make_call, reference, run
 
 from attn_backends.adapters.flashinfer import FlashInferBackend, choose_kernel
+from attn_backends.adapters.flashinfer_wrappers import POOL
+from attn_backends.batch import Batch
 from attn_backends.capacity import Capacity
+from attn_backends.cascade import cascade_attention
 from attn_backends.errors import InvalidInputError, UnsupportedCallError
+from attn_backends.prefixes import split_prefixes
 from attn_backends.spec import AttentionSpec
 
 RELEASES = ("0.6.8.post1", "0.7.4")
@@ -88,6 +93,40 @@ def test_plans_that_live_side_by_side_do_not_share_a_wrapper(install: Any, on_cp
     assert len(module["flashinfer"].made) == 4  # idle wrappers serve again
     for call, one in zip(calls, again):
         assert_close(run(backend, call, one), reference(call))
+
+
+def test_a_thread_takes_no_wrapper_and_no_workspace_of_another(install: Any, on_cpu: None) -> None:
+    module = flashinfer()
+    install(**module)
+    backend = bind(spec(page_size=16))
+    call = make_call(backend.spec, [1, 2], [5, 9])
+    run(backend, call)  # its wrapper is idle from here on
+    gc.collect()
+    workspaces = set()
+
+    def plan() -> None:
+        backend.plan(call.batch)
+        workspaces.add(POOL.workspace(torch.device("cpu"), 1).data_ptr())
+
+    plan()
+    thread = threading.Thread(target=plan)
+    thread.start()
+    thread.join()
+    assert len(module["flashinfer"].made) == 2 and len(workspaces) == 2
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_cascade_is_merged_by_this_library(release: str, install: Any, on_cpu: None) -> None:
+    """Shared pages once, own pages apart: with the LSE in base 2 the merge would be off."""
+    install(**flashinfer(release))
+    fields = spec(page_size=16)
+    table = [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
+    batch = Batch.from_lengths([1, 2, 1], [40, 47, 33], page_table=table)
+    call = make_call(fields, [1, 2, 1], [40, 47, 33])._replace(batch=batch)
+    parts = split_prefixes(batch, 16, 2)
+    assert len(parts) == 2
+    got = cascade_attention(call.q, call.k, call.v, parts, backend="flashinfer")
+    assert_close(got, reference(call))
 
 
 @pytest.mark.parametrize("release", RELEASES)
