@@ -90,8 +90,10 @@ def test_shipped_configurations_fit_and_do_not_spill(arch: int, names: tuple[str
     spilled = {key: r["spills"] for key, r in reports.items() if r["spills"]}
     if newer_than_3_6():
         # The table is made with Triton 3.6, where nothing spills. Triton 3.9 spills a little in the
-        # one kernel that uses every register.
+        # one kernel that uses every register, and a word in the decode of sm_80.
         assert spilled.pop("mla-128 _split_fwd_kernel", 0) <= 512
+        if arch == 80:
+            assert spilled.pop("decode _split_fwd_kernel", 0) <= 8
     assert not spilled
     assert all(r["shared"] <= SHARED_MEMORY[arch] for r in reports.values())
     decode = reports["decode _split_fwd_kernel"]
