@@ -21,6 +21,8 @@ from .picture import data_hash, draw, label_of
 from .report import SUITE_VERSION, matrix
 
 _MOST_REASONS = 6
+#: Expected failures that are told one by one.
+_MOST_ALIKE = 12
 #: Why kernels of others fail what they fail, as their sources show it.
 _CAUSES = {
     "sglang_triton": (
@@ -202,15 +204,30 @@ def _report(report: dict[str, Any], file: str) -> list[str]:
     for title, status in (("Fails", "failed"), ("Fails as expected", "xfailed")):
         rows = [r for r in report["failures"] if r["status"] == status]
         if rows:
-            lines += ["", f"{title}:", ""]
-            lines += [f"- `{r['requirement']}/{r['case']}` ({r['spec']}): {_text(r['detail'])}"
-                      for r in rows]  # fmt: skip
+            lines += ["", f"{title}:", "", *_failures(rows)]
     causes = _CAUSES.get(report["backend"], ()) if report["failures"] else ()
     if causes:
         lines += ["", "Why, from the kernels' sources:", "", *(f"- {cause}" for cause in causes)]
     if report["refusals"]:
         lines += ["", *_refusals(report["refusals"])]
     return lines
+
+
+def _failures(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each; for many that were expected for one reason, a line for the reason."""
+    lines = []
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        case = f"`{row['requirement']}/{row['case']}`"
+        if row["status"] == "xfailed":
+            reasons.setdefault(row["detail"].partition(" [")[0], []).append(case)
+        lines.append(f"- {case} ({row['spec']}): {_text(row['detail'])}")
+    if len(rows) <= _MOST_ALIKE or not reasons:
+        return lines
+    return [
+        f"- {len(cases)} cases, among them {', '.join(cases[:3])}: {_text(reason)}"
+        for reason, cases in reasons.items()
+    ]
 
 
 def _refusals(refusals: list[dict[str, Any]]) -> list[str]:

@@ -104,6 +104,19 @@ def test_what_has_no_report_is_listed_as_not_run_and_libraries_are_named(docs: P
     assert "version 4: not run" in table
 
 
+def test_many_failures_that_were_expected_for_one_reason_are_one_line(docs: Path) -> None:
+    one = report("flash_attention", core=counts(2), lse=counts(0, 0, 0, 20))
+    failure = {"requirement": "lse", "spec": "bf16", "status": "xfailed"}
+    one["failures"] = [
+        {**failure, "case": f"dim-{n}", "detail": "not built [raised RuntimeError: no kernel]"}
+        for n in range(20)
+    ]
+    (docs / "results/h200/conformance-flash_attention.json").write_text(json.dumps(one))
+    text = page.page(page.machines(docs / "results"))
+    line = "- 20 cases, among them `lse/dim-0`, `lse/dim-1`, `lse/dim-2`: not built"
+    assert f"Fails as expected:\n\n{line}\n" in text and "dim-3" not in text
+
+
 def test_changed_results_make_page_and_picture_stale(docs: Path) -> None:
     pytest.importorskip("matplotlib")
     assert page.main([str(docs), "--check"]) == 1
