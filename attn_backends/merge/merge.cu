@@ -591,7 +591,9 @@ __device__ __forceinline__ void merge_many_rows(const Many& p) {
       float w[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        w[i] = mass.share(expf(lses[i] - mass.shift()), inverse);
+        // A NaN of another state makes all weights NaN: there is none for states that are not.
+        const bool known = first + i * SPLIT < count;
+        w[i] = known ? mass.share(expf(lses[i] - mass.shift()), inverse) : 0.f;
 #if !(SHORT && SPECULATE)
         if (w[i] != 0.f) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
 #endif

@@ -84,19 +84,32 @@ static void run(long grid, std::function<void()> kernel) {
 """
 
 HARDWARE = r"""
+static const i64* bounds;  // begin and end of what may be read; null: anything
+static i64 num_bounds;
+static bool may_read(const void* p, i64 size) {
+  for (i64 i = 0; i < num_bounds; ++i)
+    if (bounds[2 * i] <= (i64)p && (i64)p + size <= bounds[2 * i + 1]) return true;
+  if (bounds) failure = 3;
+  return !bounds;
+}
 static Vec load_vec(const char* p) {
   if ((uintptr_t)p % 16) failure = 2;
-  Vec v;
-  memcpy(&v, p, 16);
+  Vec v = {0, 0, 0, 0};
+  if (may_read(p, 16)) memcpy(&v, p, 16);
   return v;
 }
-static float load_lse(const float* p) { return *p == INF ? -INF : *p; }
+static float load_lse(const float* p) {
+  if (!may_read(p, 4)) return 0.f;
+  return *p == INF ? -INF : *p;
+}
 static void let_next_come() {}
 static void wait_for_previous() {}
 static volatile char fetched;  // read, so that a stray address is found
-static void fetch(const void* p) { fetched = *(const char*)p; }
+static void fetch(const void* p) {
+  if (may_read(p, 1)) fetched = *(const char*)p;
+}
 static void fetch_bulk(const void* p, u32 bytes) {
-  for (u32 i = 0; i < bytes; i += 16) fetched = ((const char*)p)[i];
+  for (u32 i = 0; i < bytes; i += 16) fetch((const char*)p + i);
 }
 static float reciprocal(float x) { return 1.f / x; }
 static float half_to_float(u16 bits) { _Float16 h; memcpy(&h, &bits, 2); return (float)h; }
@@ -119,11 +132,24 @@ static void store_words(char* p, const u32 (&words)[OUT_WORDS]) {
 """
 
 ENTRY = """
-extern "C" int {name}_emulated(long grid, const i64* a) {{
+extern "C" int {name}_emulated(long grid, const i64* a, const i64* within, long num) {{
+  bounds = num ? within : nullptr;
+  num_bounds = num;
   run(grid, [&] {{ {name}({args}); }});
   return failure;
 }}
 """
+
+
+FAILURES = {1: "a divergent barrier", 2: "a misaligned vector", 3: "a read out of bounds"}
+
+#: Address and bytes of all that kernels may read, while there is any.
+within: list[tuple[int, int]] = []
+
+
+def array(words: list[int]) -> Any:
+    """64-bit words as C takes them."""
+    return (ctypes.c_int64 * len(words))(*words)
 
 
 def install(monkeypatch: Any, folder: Path) -> None:
@@ -159,8 +185,11 @@ def install(monkeypatch: Any, folder: Path) -> None:
                 struct.unpack("q", struct.pack("d" if letter == "d" else "q", x))[0]
                 for letter, x in zip(self.formats, (*args, *self.rest))
             ]
-            failure = self.kernel(ctypes.c_long(self.grid), (ctypes.c_int64 * len(words))(*words))
-            assert failure == 0, {1: "a divergent barrier", 2: "a misaligned vector"}[failure]
+            limits = [end for x in within for end in (x[0], sum(x))]
+            failure = self.kernel(
+                ctypes.c_long(self.grid), array(words), array(limits), ctypes.c_long(len(within))
+            )
+            assert failure == 0, FAILURES[failure]
 
         def filled(self, stream: int, *args: Any) -> driver.Filled:
             def call(*args: Any) -> int:

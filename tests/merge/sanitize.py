@@ -37,11 +37,12 @@ Place = Callable[[torch.Tensor], torch.Tensor]  # copies a host tensor to where 
 
 
 def make(dim: int, dtype: torch.dtype, form: str, states: int = 0) -> Callable[[Place], State]:
-    """A random state, or a stack of them, some of it empty; ``state(to)`` copies it."""
+    """A random state, or a stack of them, some of it empty or NaN; ``state(to)`` copies it."""
     lead = (states,) if states else ()
     o = torch.randn(*lead, TOKENS, HEADS, dim).to(dtype)
     lse = torch.randn(*lead, TOKENS, HEADS)
     lse[torch.rand(lse.shape) < 0.2] = -float("inf")
+    lse[torch.rand(lse.shape) < 0.02] = float("nan")
     if form == "padded":
         wide = torch.zeros(*o.shape[:-1], dim + 8, dtype=dtype)
         room = torch.zeros(*lse.shape[:-1], HEADS + 3)
@@ -92,7 +93,8 @@ def same(got: Any, want: Any) -> bool:
     """Whether two results agree as far as their dtype can tell."""
     bound = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float8_e4m3fn: 0.3}
     for x, y in zip(got, want):
-        if not torch.allclose(x.float(), y.float(), atol=bound[x.dtype], rtol=bound[x.dtype]):
+        unit = bound[x.dtype]
+        if not torch.allclose(x.float(), y.float(), atol=unit, rtol=unit, equal_nan=True):
             return False
     return True
 

@@ -133,3 +133,18 @@ def test_n_states(emulated, make_state, arrange, monkeypatch, dtype, tokens, hea
         got = merge_states(own, out=(own[0][n // 2], own[1][n // 2]), path="cuda")
         torch.testing.assert_close(got.o, want.o, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(got.lse, want.lse, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("limit", [ALWAYS, NEVER])
+@pytest.mark.parametrize("n", [3, 19, 70])
+def test_no_state_is_read_that_is_not_there(emulated, monkeypatch, n, limit):
+    # A NaN among the LSEs of a row makes all its weights NaN, none of which is 0.
+    o, lse = torch.randn(n, 5, 3, 64), torch.randn(n, 5, 3)
+    lse[n // 2, 1, 2] = NAN
+    tuning = cuda_merge.TUNING._replace(split_limit=limit, small_limit=limit)
+    monkeypatch.setattr(cuda_merge.prepare_stacked, "__defaults__", (tuning,))
+    readable = [(x.data_ptr(), x.numel() * x.element_size()) for x in (o, lse)]
+    monkeypatch.setattr(emulate, "within", readable)
+    want = merge_states((o, lse), path="torch")
+    assert_same(merge_states((o, lse), path="cuda"), want)
+    assert want.o[1, 2].isnan().all()
