@@ -59,9 +59,12 @@ def test_nothing_is_spilled(reports, name):
     if report["local"] is None:
         pytest.skip("no disassembler beside this Triton")
     assert report["hot_local"] == 0
-    if name != "d256-p16" or hopper_compat.triton_version() == (3, 6):
-        # At D = 256 later versions keep a few invariants in local memory between two tiles.
+    # Between two tiles, not within: the producer that gathers keeps a few invariants in local
+    # memory, and so do later versions at D = 256.
+    gathers, later = name == "d128-p1", hopper_compat.triton_version() > (3, 6)
+    if not (gathers or (later and name == "d256-p16")):
         assert report["local"] == 0
+    assert report["local"] <= 8 or later
 
 
 def _line(offset: int, text: str) -> str:
