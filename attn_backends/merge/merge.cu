@@ -563,7 +563,7 @@ __device__ __forceinline__ void merge_many_rows(const Many& p) {
     const i64 at_lse = row_offset(row, token, head, p.s_lse, 1);
     const i64 at = (row_offset(row, token, head, p.s_o, HEAD_DIM) + column) * IN_BYTES;
     float lses[BATCH], acc[WIDTH] = {};
-    Vec v[BATCH];
+    Vec v[BATCH] = {};
     Mass mass{-INF, 0.f};
 #if SHORT
     load_lses(p, group, count, at_lse, lses);
@@ -591,11 +591,10 @@ __device__ __forceinline__ void merge_many_rows(const Many& p) {
       float w[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        // A NaN of another state makes all weights NaN: there is none for states that are not.
-        const bool known = first + i * SPLIT < count;
-        w[i] = known ? mass.share(expf(lses[i] - mass.shift()), inverse) : 0.f;
+        w[i] = mass.share(expf(lses[i] - mass.shift()), inverse);
 #if !(SHORT && SPECULATE)
-        if (w[i] != 0.f) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
+        // -INF stands for states beyond the last too, whose weights a NaN of another makes NaN.
+        if (w[i] != 0.f && lses[i] != -INF) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
 #endif
       }
 #pragma unroll
