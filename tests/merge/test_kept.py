@@ -109,6 +109,32 @@ def test_outputs_are_settled_once_per_addresses(calls):
     assert len(call._places) <= MAX_PLACES
 
 
+def test_what_comes_again_is_written_once_for_each_stream(calls, monkeypatch):
+    kept = Kept()
+    inputs, out = pair(), fresh(pair())
+    keep(calls, inputs, kept, out)
+    for stream in (5, 6, 5, 6, 5, 6):
+        monkeypatch.setattr(driver, "current_stream", lambda index, stream=stream: stream)
+        repeat(inputs, out)
+    args = addresses(*inputs, *out)
+    assert [entry for _, entry in kept.log] == [(stream, *args) for stream in (5, 6, 5, 6, 5, 6)]
+    (call,) = calls.known[GIVEN][inputs[0].shape]
+    assert {type(x) for x in call._places.values()} == {driver.Filled}
+    assert set(call._places) == {(5, args), (6, args)}
+
+
+def test_a_launch_that_the_driver_refuses_raises(calls, monkeypatch):
+    kept = Kept()
+    inputs, out = pair(), fresh(pair())
+    keep(calls, inputs, kept, out)
+    for _ in range(3):
+        repeat(inputs, out)
+    kept.ready[0].code = 700
+    monkeypatch.setattr(driver, "_words", lambda code: f"words of {code}")
+    with pytest.raises(RuntimeError, match="words of 700"):
+        repeat(inputs, out)
+
+
 def test_addresses_that_need_a_closer_look_are_not_repeated(calls):
     kept = Kept(in_place=None)
     inputs, out = pair(), fresh(pair())
