@@ -18,6 +18,7 @@ import torch
 
 from ..triton_native import measured
 from ..triton_native.backend import TritonOptions
+from ..triton_native.plan import SHORT_KEYS
 from .attention_cases import DTYPES, Case, Inputs
 from .gate import check, limit_of, reference
 from .graph_timer import Variant, capture, measure
@@ -202,50 +203,65 @@ def tune(
             _sweep([c for c in group if c.kv_len >= 512], trials, rows, "splits", save)
 
 
+def _spills(case: Case, options: dict[str, Any], arch: int) -> bool:
+    """Whether a kernel of the call would keep registers in memory: such tiles are not shipped."""
+    from ..triton_native.offline import record, report
+
+    given = TritonOptions(**{**options, "hopper": False})
+    launches = record(case.spec, *case.lengths(), arch=arch, share_kv=case.head_dim == 576,
+                      options=given)  # fmt: skip
+    return any(report(launch.compile(arch)).spills for launch in launches)
+
+
 def write_configs(files: list[str]) -> None:
-    """Replace the rows of ``triton_native/measured.py`` that the tuning files cover."""
+    """Replace the rows of ``triton_native/measured.py`` that files of ``tune`` or ``forms`` cover.
+
+    Of each kind of call the tile with the least geometric mean over the points, without spills.
+    """
     split, prefill = dict(measured.SPLIT), dict(measured.PREFILL)
     by_key: dict[Any, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     options: dict[str, dict[str, Any]] = {}
+    points: dict[Any, Case] = {}
     gpus = set()
     for file in files:
         data = json.loads(Path(file).read_text())
         gpus.add(data["meta"]["gpu"])
         for row in data["rows"]:
-            if row.get("kind") not in ("split", "prefill"):
+            kind = row.get("kind", row.get("set"))  # attention_forms calls it a set
+            if kind not in ("split", "prefill") or row.get("trial") == "shipped":
                 continue
-            case = Case(row["bench"].removeprefix("tune-"), **row["case"])
+            bench = row["bench"].removeprefix("tune-") if "bench" in row else kind
+            case = Case(bench, **row["case"])
             sizes = [DTYPES[t].itemsize for t in (case.dtype, case.kv_dtype)]
             sizes[0] = max(sizes[0], 2)
-            where = (row["kind"], case.head_dim, case.head_dim_v, *sizes)
+            small = kind == "prefill" and case.kv_len <= SHORT_KEYS
+            where = (kind, small, case.head_dim, case.head_dim_v, *sizes)
             where += (_block_m(case), case.head_dim == 576)
+            points.setdefault(where, case)
             name = json.dumps(row["options"], sort_keys=True)
             options[name] = row["options"]
             by_key[where][name][case.label] = row["median_us"]
     arch = 90 if any("H100" in g or "H200" in g for g in gpus) else None
     if arch is None:
         raise SystemExit(f"gpu={gpus}: say which compute capability this is in attention_tune.py")
-    for (kind, d, dv, q_bytes, kv_bytes, block_m, share), found in by_key.items():
-        best = options[_rank(found)[0]]
+    for where, found in by_key.items():
+        kind, small, d, dv, q_bytes, kv_bytes, block_m, share = where
+        ranked = (options[name] for name in _rank(found))
+        best = next(o for o in ranked if not _spills(points[where], o, arch))
         if kind == "split":
             split[arch, block_m, d, dv, q_bytes, kv_bytes, share] = tuple(best["split_config"][1:])
         else:
-            prefill[arch, False, d, dv, q_bytes, kv_bytes] = tuple(best["prefill_config"])
+            prefill[arch, small, d, dv, q_bytes, kv_bytes] = tuple(best["prefill_config"])
     lines = [
         '"""Measured tiles, written by ``python -m attn_backends.bench.attention configs``."""',
         "", "from __future__ import annotations", "",
         "#: (arch, block_m, D, DV, product bytes, KV bytes, shared KV)",
-        "#: -> (block_n, warps, stages, occupancy, min_chunk)",
-        "SPLIT: dict[",
-        "    tuple[int, int, int, int, int, int, bool], tuple[int, int, int, int, int]",
-        "] = {",
+        "#: -> the fields of ``SplitConfig`` after block_m",
+        "SPLIT: dict[tuple[int, int, int, int, int, int, bool], tuple[int | bool, ...]] = {",
         *(f"    {k}: {v}," for k, v in sorted(split.items())),
         "}", "",
-        "#: (arch, small, D, DV, product bytes, KV bytes)",
-        "#: -> (block_m, block_n, warps, stages, phases, heads_inner)",
-        "PREFILL: dict[",
-        "    tuple[int, bool, int, int, int, int], tuple[int, int, int, int, bool, bool]",
-        "] = {",
+        "#: (arch, small, D, DV, product bytes, KV bytes) -> the fields of ``PrefillConfig``",
+        "PREFILL: dict[tuple[int, bool, int, int, int, int], tuple[int | bool, ...]] = {",
         *(f"    {k}: {v}," for k, v in sorted(prefill.items())),
         "}", "",
     ]  # fmt: skip

@@ -231,7 +231,7 @@ def prefill_config(
     elif arch < 90:
         config = PrefillConfig(64, 32, 4, 3) if small else PrefillConfig(128, 32, 8, 3)
     else:
-        config = PrefillConfig(128, 64, 8, 3, fuse=True)
+        config = PrefillConfig(128, 64, 8, 3)
         if small:
             config = PrefillConfig(64, 32, 4, 3, fuse=True)
     if has_mask and widest > 64:

@@ -174,9 +174,9 @@ def attend(
     if fused:
         _, base = exponent_form(tl.where(m == NEG_INF, 0.0, m), scale)
         base = tl.where(m == NEG_INF, NEG_INF, base)
-    m_first = m
-    base_first = base
     sums = tl.zeros([q0.shape[0], BLOCK_N if LANE_SUMS else 1], tl.float32)
+    if LANE_SUMS:
+        sums = tl.where(lanes[None, :] == 0, l[:, None], sums)
     pages = lo * 0
     if PAGE_SIZE > 0:
         pages = load_pages(table_ptr, lo, key_hi, PAGE_SIZE, BLOCK_N)
@@ -247,12 +247,7 @@ def attend(
             # key and value loads nothing to be pipelined behind.
             pages = load_pages(table_ptr, start + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
     if LANE_SUMS:
-        if fused:
-            alpha = tl.exp2(base_first - tl.where(m == NEG_INF, 0.0, base))
-        else:
-            unit = score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
-            alpha = tl.exp2((m_first - tl.where(m == NEG_INF, 0.0, m)) * unit)
-        l = l * alpha + tl.sum(sums, 1)  # noqa: E741
+        l = tl.sum(sums, 1)  # noqa: E741
     return acc0, acc1, m, l
 
 
