@@ -54,22 +54,28 @@ def make(dim: int, dtype: torch.dtype, form: str, states: int = 0) -> Callable[[
     return lambda to: (to(o), to(lse))
 
 
-def calls(dtype: torch.dtype, form: str, dim: int) -> Iterator[Callable[[Place], Any]]:
-    """Merges to compare, as functions of where to run."""
+def calls(dtype: torch.dtype, form: str, dim: int) -> Iterator[tuple[str, Callable[[Place], Any]]]:
+    """Merges to compare, named, as functions of where to run."""
     a, b, c = (make(dim, dtype, form) for _ in range(3))
     sinks = torch.randn(HEADS)
-    yield lambda to: merge_state(*a(to), *b(to))
-    yield lambda to: merge_state(*a(to), *b(to), num_tokens_with_prefix=7)
-    yield lambda to: merge_state(*a(to), *b(to), output_scale=0.5)
-    yield lambda to: merge_state_(*a(to), *b(to))
-    yield lambda to: merge_states([a(to), b(to), c(to)])
-    yield lambda to: apply_sinks(a(to), to(sinks))
+    yield "pair", lambda to: merge_state(*a(to), *b(to))
+    yield "prefix", lambda to: merge_state(*a(to), *b(to), num_tokens_with_prefix=7)
+    yield "float8", lambda to: merge_state(*a(to), *b(to), output_scale=0.5)
+    yield "in place", lambda to: merge_state_(*a(to), *b(to))
+    yield "separate", lambda to: merge_states([a(to), b(to), c(to)])
+    yield "sinks", lambda to: apply_sinks(a(to), to(sinks))
     for n in (3, 8, 20, 130):
         stack = make(dim, dtype, form, n)
         counts = torch.arange(TOKENS, dtype=torch.int32) % (n + 1)
-        yield lambda to, stack=stack: merge_states(stack(to))
-        yield lambda to, stack=stack, counts=counts: merge_states(stack(to), counts=to(counts))
-        yield lambda to, stack=stack: merge_states(pair := stack(to), out=(pair[0][1], pair[1][1]))
+        yield f"{n} states", lambda to, stack=stack: merge_states(stack(to))
+        yield (
+            f"{n} counted",
+            lambda to, stack=stack, counts=counts: merge_states(stack(to), counts=to(counts)),
+        )
+        yield (
+            f"{n} in place",
+            lambda to, stack=stack: merge_states(pair := stack(to), out=(pair[0][1], pair[1][1])),
+        )
 
 
 def on(path: str, call: Callable[[Place], Any], to: Place) -> Any:
@@ -83,10 +89,12 @@ def on(path: str, call: Callable[[Place], Any], to: Place) -> Any:
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """A host tensor with the memory of a view, copied as it lies, and the view of it."""
+    """A host tensor like a view, its memory copied as it lies."""
     span = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
     flat = torch.as_strided(x, (span,), (1,), x.storage_offset())
-    return torch.as_strided(flat.cpu(), x.shape, x.stride(), 0)
+    host = torch.empty(span, dtype=x.dtype)
+    host.copy_(flat)
+    return torch.as_strided(host, x.shape, x.stride())
 
 
 def same(got: Any, want: Any) -> bool:
@@ -104,11 +112,12 @@ def main() -> int:
     torch.manual_seed(0)
     wrong = done = 0
     for dtype, form, dim in KINDS:
-        for call in calls(dtype, form, dim):
+        for name, call in calls(dtype, form, dim):
+            got = on("cuda", call, torch.Tensor.cuda)
             done += 1
-            wrong += not same(
-                on("cuda", call, torch.Tensor.cuda), on("torch", call, torch.Tensor.clone)
-            )
+            if not same(got, on("torch", call, torch.Tensor.clone)):
+                wrong += 1
+                print(f"wrong: {name}, {dtype}, {form}, head dim {dim}")
     torch.cuda.synchronize()
     print(f"{done} merges, {wrong} wrong")
     return int(wrong > 0)

@@ -63,11 +63,12 @@ def test_aims_are_shown_of_a_results_file(tmp_path, capsys):
 @pytest.mark.gpu
 def test_each_part_writes_checked_rows(tmp_path):
     file = tmp_path / "rows.json"
-    common = ["--tokens", "16", "--no-peers", "--rounds", "4", "--json", str(file)]
+    common = ["--tokens", "1024", "--no-peers", "--rounds", "4", "--json", str(file)]
     assert main(["pairs", *common]) == 0
     found = json.loads(file.read_text())
     rows = found["rows"]
-    assert {r["backend"] for r in rows} >= {"cuda", "triton", "torch", "copy"}
+    ours = {"cuda", "triton", "torch", "copy", "cuda-alone", "triton-alone"}
+    assert {r["backend"] for r in rows} == ours
     assert all(r["right"] and r["median_us"] > 0 for r in rows)
     assert {x["aim"] for x in found["aims"]} <= {"Triton against CUDA"}
     assert set(found["meta"]) >= {"command", "date", "gpu", "driver", "torch", "triton", "commit"}
