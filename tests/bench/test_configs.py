@@ -1,4 +1,4 @@
-"""The table of measured tiles is written from the rows of sweeps: the fastest that does not spill."""
+"""The table of tiles is written from the rows of sweeps: the fastest that does not spill."""
 
 from __future__ import annotations
 
