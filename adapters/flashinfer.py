@@ -107,7 +107,7 @@ class FlashInferPlan(AdapterPlan):
     def _plan(self, lengths: HostBatch) -> None:
         try:
             self.calls.plan(self.wrapper, lengths)
-        except RuntimeError as error:
+        except Exception as error:  # releases and wrappers raise classes of their own
             explained = explain_workspace(error, self.backend.options.workspace_mb)
             if explained is error:
                 raise

@@ -226,6 +226,37 @@ def test_a_workspace_that_is_too_small_names_the_option(install: Any, on_cpu: No
         backend.plan(make_call(backend.spec, [1], [9]).batch)
 
 
+def test_a_workspace_that_is_too_small_for_mla_is_told_by_a_class_of_its_own(
+    install: Any, on_cpu: None
+) -> None:
+    modules = flashinfer("0.7.4")
+
+    class PlanUnsupported(ValueError):
+        pass
+
+    def small(self: Any, **_: Any) -> None:
+        raise PlanUnsupported("fa2 MLA needs 17369088 float workspace bytes for partial outputs")
+
+    modules["flashinfer.mla"].BatchMLAPagedAttentionWrapper.plan = small
+    install(**modules)
+    backend = bind(AttentionSpec(16, 1, 576, 512, page_size=16))
+    with pytest.raises(InvalidInputError, match=r"workspace_mb=1 .*17369088 float workspace bytes"):
+        backend.plan(make_call(backend.spec, [1], [9]).batch)
+
+
+def test_another_error_of_the_library_is_passed_on(install: Any, on_cpu: None) -> None:
+    modules = flashinfer()
+
+    def broken(self: Any, **_: Any) -> None:
+        raise ValueError("something else")
+
+    modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper.plan = broken
+    install(**modules)
+    backend = bind(spec(page_size=16))
+    with pytest.raises(ValueError, match="^something else$"):
+        backend.plan(make_call(backend.spec, [1], [9]).batch)
+
+
 def test_the_kernel_is_chosen_here_and_not_by_the_library(install: Any, on_cpu: None) -> None:
     install(**flashinfer())
     cpu, auto = torch.device("cpu"), FlashInferBackend.Options()
