@@ -9,6 +9,7 @@ met. ``--host`` times the host alone.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import signal
@@ -57,6 +58,7 @@ def _measure(args: argparse.Namespace) -> None:
             __import__(name)
         except Exception as error:  # its absence is reported at the points that want it
             print(f"{name}: {type(error).__name__}", flush=True)
+    gc.freeze()  # each capture of a graph collects garbage: not among all that was imported
     if not sys.stdin.readline():  # whoever started this has ended
         return
     result: dict[str, Any] = {"rows": [], "gates": []}

@@ -21,7 +21,6 @@ from ..triton_native.hopper_variant import Variant, choose_variant
 RAGGED = ([100, 333, 64, 1, 200], [100, 333, 64, 1, 200])
 UNEQUAL = ([130, 5, 0, 700, 128, 1], [1000, 3, 50, 650, 0, 129])
 LONG = ([3000, 4097, 1, 2500], [5000, 4097, 1000, 9001])
-AHEAD = {"ahead": True, "lazy": True}
 SHORT = ([64, 3, 1, 17, 40, 64], [900, 4097, 77, 17, 0, 64])
 
 
@@ -44,6 +43,7 @@ class CheckCase:
     layout: str = "NHD"
     spare: int = 0
     listed: int = 0
+    expired: bool = False
     views: bool = False
     logits: float = 0.0
     variant: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +81,7 @@ class CheckInputs:
             keys = [(x * 0.1 + sign).to(case.dtype) for x in keys]
         q[sum(self.q_lens) :] = nan
         self.keys = keys
+        gone = self.expired() if case.expired else [0] * len(keys)
         self.table = self.starts_k = None
         starts = []
         if case.page_size is None:
@@ -88,14 +89,14 @@ class CheckInputs:
             k = torch.full((sum(room) + 3, kv_heads, dim), nan, dtype=case.dtype)
             v = torch.full((sum(room) + 3, kv_heads, self.dv), nan, dtype=case.dtype)
             at = 0
-            for x, y, n in zip(keys, self.values, room):
+            for x, y, n, lost in zip(keys, self.values, room, gone):
                 starts.append(at)
-                k[at : at + len(x)], v[at : at + len(x)] = x, y
+                k[at + lost : at + len(x)], v[at + lost : at + len(x)] = x[lost:], y[lost:]
                 at += n
             self.starts_k = torch.tensor([*starts, at], dtype=torch.int32, device=device)
             k, v = k.to(device), v.to(device)
         else:
-            k, v = self._paged(gen, nan, device)
+            k, v = self._paged(gen, nan, device, gone)
         self.q, self.k, self.v = q.to(device), k, v
         if case.views:
             packed = torch.full((self.total_q, heads + 3, dim + 8), nan, dtype=case.dtype)
@@ -121,7 +122,15 @@ class CheckInputs:
         self.o = self.o_room[64 : 64 + self.total_q]
         self.lse = self.lse_room[64 : 64 + self.total_q]
 
-    def _paged(self, gen: torch.Generator, nan: float, device: str) -> tuple[torch.Tensor, ...]:
+    def expired(self) -> list[int]:
+        """Keys of each sequence that lie before the window of its first query: somebody else's."""
+        assert self.case.window is not None and self.case.window[0] is not None
+        left = self.case.window[0]
+        return [max(kv - q - left, 0) for q, kv in zip(self.q_lens, self.kv_lens)]
+
+    def _paged(
+        self, gen: torch.Generator, nan: float, device: str, gone: list[int]
+    ) -> tuple[torch.Tensor, ...]:
         case, size = self.case, self.case.page_size
         assert size is not None
         kv_heads = case.heads[1]
@@ -149,10 +158,11 @@ class CheckInputs:
             for i in range(counts[b]):
                 page = int(pages[at])
                 at += 1
-                table[b, i] = page
-                part = slice(i * size, min((i + 1) * size, len(x)))
-                k[page, : part.stop - part.start] = x[part]
-                v[page, : part.stop - part.start] = y[part]
+                start, stop = max(i * size, gone[b]), min((i + 1) * size, len(x))
+                if start < stop:  # else the page is given to others, and its entry is void
+                    table[b, i] = page
+                    slots = slice(start - i * size, stop - i * size)
+                    k[page, slots], v[page, slots] = x[start:stop], y[start:stop]
         self.table = table.to(device)
         if self.dv != case.head_dim:
             return k.to(device), v.to(device)
@@ -433,6 +443,21 @@ def groups() -> dict[str, list[CheckCase]]:
             c("window right", UNEQUAL, causal=False, window=(None, 33)),
             c("window pack", SHORT, window=(50, 0), variant={"pack": 4}),
         ],
+        "expired": [
+            c("expired p16", LONG, window=(300, 0), page_size=16, expired=True),
+            c("expired p64", LONG, window=(300, 0), page_size=64, expired=True),
+            c("expired p256", LONG, window=(300, 0), page_size=256, expired=True),
+            c("expired p1", LONG, window=(300, 0), page_size=1, expired=True),
+            c("expired ragged", LONG, window=(300, 0), expired=True),
+            c("expired short", SHORT, window=(50, 0), page_size=16, expired=True),
+            c("expired pack", SHORT, window=(50, 0), expired=True, variant={"pack": 4}),
+            c("expired both", UNEQUAL, causal=False, window=(70, 33), expired=True),
+            c("expired d64", SHORT, head_dim=64, window=(3, 0), page_size=16, expired=True),
+            c("expired d256", LONG, head_dim=256, window=(300, 0), page_size=16, expired=True),
+            c("expired d192", LONG, (4, 4), 192, 128, window=(300, 0), expired=True),
+            c("expired one consumer", SHORT, window=(50, 0), expired=True,
+              variant={"consumers": 1, "block_n": 64}),
+        ],
         "softcap": [
             c("softcap", UNEQUAL, softcap=30.0), c("softcap full", causal=False, softcap=5.0),
             c("softcap window", LONG, softcap=50.0, window=(1000, 0)),
@@ -490,33 +515,6 @@ def groups() -> dict[str, list[CheckCase]]:
             c("sinks low", UNEQUAL, sinks=True, logits=-300.0),
             c("sinks d64 p1", UNEQUAL, head_dim=64, sinks=True, page_size=1),
         ],
-        "ahead": [
-            c("ahead", variant=AHEAD), c("ahead unequal", UNEQUAL, variant=AHEAD),
-            c("ahead long", LONG, variant=AHEAD), c("ahead one", ([1], [1]), variant=AHEAD),
-            c("ahead no keys", ([100, 3], [0, 0]), variant=AHEAD),
-            c("ahead spare", UNEQUAL, spare=300, variant=AHEAD),
-            c("ahead full", UNEQUAL, causal=False, variant=AHEAD),
-            c("ahead window", LONG, window=(300, 0), variant=AHEAD),
-            c("ahead sinks", UNEQUAL, sinks=True, variant=AHEAD),
-            c("ahead ping pong", LONG, variant={**AHEAD, "ping_pong": True}),
-            c("ahead snake", LONG, variant={**AHEAD, "dynamic": False, "snake": True}),
-            c("ahead one slot", LONG, variant={**AHEAD, "q_stages": 1}),
-            c("ahead one consumer", UNEQUAL, variant={**AHEAD, "consumers": 1, "block_n": 64}),
-        ],
-        "ahead_more": [
-            c("ahead p16", UNEQUAL, page_size=16, variant=AHEAD),
-            c("ahead p1", UNEQUAL, page_size=1, variant=AHEAD),
-            c("ahead p1 long", LONG, page_size=1, variant=AHEAD),
-            c("ahead pack", SHORT, page_size=16, variant={**AHEAD, "pack": 4}),
-            c("ahead d64", LONG, head_dim=64, variant={**AHEAD, "stages": 3}),
-            c("ahead d64 poly", UNEQUAL, head_dim=64, variant={**AHEAD, "stages": 3, "poly": 1}),
-            c("ahead d192", UNEQUAL, (4, 4), 192, 128, variant=AHEAD),
-            c("ahead d192 long", LONG, (4, 4), 192, 128, variant=AHEAD),
-            c("ahead d256", UNEQUAL, head_dim=256, variant=AHEAD),
-            c("ahead d256 long", LONG, head_dim=256, variant=AHEAD),
-            c("ahead d256 ping pong", LONG, head_dim=256, variant={**AHEAD, "ping_pong": True}),
-            c("ahead fp16", LONG, dtype=half, variant=AHEAD),
-        ],
         "lazy": [
             c("lazy", variant={"lazy": True}), c("lazy long", LONG, variant={"lazy": True}),
             c("lazy unequal", UNEQUAL, variant={"lazy": True}),
@@ -532,16 +530,6 @@ def groups() -> dict[str, list[CheckCase]]:
             c("lazy d256", LONG, head_dim=256, scale=0.5, variant={"lazy": True}),
             c("lazy d64", LONG, head_dim=64, scale=0.5, variant={"lazy": True}),
             c("lazy d192", LONG, (4, 4), 192, 128, scale=0.5, variant={"lazy": True}),
-        ],
-        "poly": [
-            c(f"poly {n} d64", LONG, head_dim=64, variant={"poly": n}) for n in (1, 2, 3, 4)
-        ] + [
-            c("poly low", UNEQUAL, head_dim=64, logits=-300.0, variant={"poly": 2}),
-            c("poly steep", LONG, head_dim=64, scale=1.0, variant={"poly": 2, "lazy": True}),
-            c("poly fp16", LONG, head_dim=64, dtype=half, variant={"poly": 2}),
-            c("poly d128", LONG, variant={"poly": 1, "lazy": True}),
-            c("poly window", LONG, head_dim=64, window=(300, 0), variant={"poly": 2}),
-            c("poly full", UNEQUAL, head_dim=64, causal=False, variant={"poly": 2}),
         ],
         "chosen": [
             c("chosen ragged", forced=False), c("chosen short", SHORT, (32, 8), forced=False),

@@ -87,9 +87,9 @@ def points(which: str) -> list[Point]:
 #: Sets with aims, and those beyond; ``choice`` has the points that the rule of shapes is made from.
 SETS = ("causal", "full", "mix", "d64", "d256", "d192", "paged", "odd", "extend")
 ALL_SETS = (*SETS, "choice")
-#: Sets that one process measures; processes take turns.
-PROCESSES = (("causal", "full", "mix", "choice"), ("paged", "extend", "odd"),
-             ("d64", "d256", "d192"))  # fmt: skip
+#: Sets that one process measures; processes take turns, the first aims first.
+PROCESSES = (("causal", "paged", "extend", "d64", "d256", "d192", "odd", "full", "mix"),
+             ("choice",))  # fmt: skip
 
 
 def is_shape(point: Point) -> dict[str, Any]:
@@ -115,28 +115,20 @@ def variants(point: Point) -> dict[str, Any]:
         base = {"block_n": n, "stages": stages, "q_stages": q_stages, "lazy": True}
         return Variant(**{**base, **changes})
 
-    snake = {"dynamic": False, "snake": True}
     dense = point.page_size is None
-    out = {"chosen": chosen, "dyn": of(), "ahead": of(ahead=True)}
-    if dense:
-        out["ahead pp"] = of(ahead=True, ping_pong=True)
-    if dense and (point.causal or dim == 64):
-        out["pp"] = of(ping_pong=True)
+    out = {"chosen": chosen, "dyn": of(), "eager": of(lazy=False)}
     if point.causal:
-        out["ahead snake"] = of(ahead=True, **snake)
+        out["snake"] = of(dynamic=False, snake=True)
+    if dense:
+        out["pp"] = of(ping_pong=True)
+    if q_stages > 1:
+        out["q1"] = of(q_stages=1)
     if point.kv_len > 4096:
-        out["g8"], out["ahead g8"] = of(head_group=8), of(ahead=True, head_group=8)
-    if dim == 128 and dense and point.causal:
-        out["q1"], out["snake"] = of(q_stages=1), of(**snake)
+        out["g8"] = of(head_group=8)
     if dim <= 128 and point.q_len <= 1024:
         out["1c"] = of(block_n=64 if dim == 128 else 128, consumers=1, stages=2)
-        out["1c ahead"] = of(
-            block_n=64 if dim == 128 else 128, consumers=1, stages=2, ahead=True
-        )  # fmt: skip
-    if dim == 64 and dense:
-        out["poly1"], out["ahead poly1"] = of(poly=1), of(poly=1, ahead=True)
     if not dense and point.kv_len > point.q_len:
-        out["pack"], out["pack ahead"] = of(pack=4), of(pack=4, ahead=True)
+        out["pack"] = of(pack=4)
     seen: dict[Any, str] = {}
     return {k: v for k, v in out.items() if k == "chosen" or seen.setdefault(v, k) == k}
 

@@ -11,7 +11,7 @@ from .hopper_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_math import exp2_mixed, rescale
+from .hopper_math import rescale
 from .hopper_parts import (
     K_EMPTY,
     LAZY_GROWTH,
@@ -23,6 +23,7 @@ from .hopper_parts import (
     V_EMPTY,
     advance,
     come,
+    first_key,
     key_tiles,
     meet,
     rows_layout,
@@ -74,15 +75,6 @@ def _issue_scores(shared, q_slot, stage, C):
         k1 = shared.k1.index(stage).reshape([C.BLOCK_N, C.D1]).permute((1, 0))
         s = warpgroup_mma(q1, k1, s, is_async=True)
     return s
-
-
-@gluon.jit
-def _issue_first(shared, wg, some, q_stage, q_phase, k_stage, k_phase, C):
-    """Start the first scores of a query tile; if there are none, those of whatever lies there."""
-    mbarrier.wait(shared.q_full.index(q_stage), q_phase, pred=some)
-    mbarrier.wait(shared.k_full.index(k_stage), k_phase, pred=some)
-    _see_copies(C)
-    return _issue_scores(shared, q_stage * C.CONSUMERS + wg, k_stage, C)
 
 
 @gluon.jit
@@ -157,15 +149,15 @@ def _softmax(s, m, sums, scale, C):
     # A row without any key so far keeps its -inf, but must not subtract it from itself.
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2((m - m_safe) * scale)  # [64]
-    p = exp2_mixed(s * scale - (m_safe * scale)[:, None], C.POLY)  # [64, BLOCK_N]
+    p = gl.exp2(s * scale - (m_safe * scale)[:, None])  # [64, BLOCK_N]
     sums_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
     sums = sums * sums_alpha[:, None] + _row_sums(p, C.BLOCK_N)
     return p, m_new, sums, alpha
 
 
 @gluon.jit
-def _zero_tail(slot, keys, C):
-    """Zero the rows of V from ``keys`` on, ahead of tensor cores that read all of them.
+def _zero_outside(slot, first, end, C):
+    """Zero the rows of V outside ``[first, end)``, ahead of tensor cores that read all of them.
 
     Both consumers do so, and write the same bytes; neither waits for the other.
     """
@@ -173,10 +165,11 @@ def _zero_tail(slot, keys, C):
     tile = slot.reshape([C.BLOCK_N, C.DV])
     row = gl.arange(0, 64, gl.SliceLayout(1, layout))
     for i in gl.static_range(C.BLOCK_N // 64):
-        if keys < (i + 1) * 64:
+        if (first > i * 64) | (end < (i + 1) * 64):
             part = tile.slice(i * 64, 64, 0)
             x = part.load(layout)
-            part.store(gl.where((row < keys - i * 64)[:, None], x, gl.zeros_like(x)))
+            keep = (row >= first - i * 64) & (row < end - i * 64)
+            part.store(gl.where(keep[:, None], x, gl.zeros_like(x)))
     fence_async_shared()
     # Here, and not where the compiler would put it: before every later read of V.
     barrier()
@@ -184,13 +177,10 @@ def _zero_tail(slot, keys, C):
 
 @gluon.jit
 def _attend(
-    C, shared, wg: gl.constexpr, s, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
-    scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
+    C, shared, wg: gl.constexpr, low, end, kv_len, pos_first, seen_from, safe_lo, safe_hi,
+    left, right_end, scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
 ):  # fmt: skip
-    """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first.
-
-    ``s`` are the scores of the last tile.
-    """
+    """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first."""
     V_DTYPE: gl.constexpr = shared.v.dtype
     lo_row, hi_row = _key_range(kv_len, pos_first, left, right_end, C)
     acc = gl.zeros([64, C.DV], gl.float32, C.O_LAYOUT)
@@ -200,6 +190,9 @@ def _attend(
 
     q_slot = q_stage * C.CONSUMERS + wg
     tile = end - 1
+    mbarrier.wait(shared.k_full.index(k_stage), k_phase)
+    _see_copies(C)
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, q_slot, k_stage, C),))
     _release_keys(shared, k_stage, C)
     _release_queries(shared, q_stage, tile == low, C)
     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
@@ -210,7 +203,7 @@ def _attend(
     if not C.GATHER:  # which copies zeros there
         if end * C.BLOCK_N > kv_len:
             mbarrier.wait(shared.v_full.index(v_stage), v_phase)
-            _zero_tail(shared.v.index(v_stage), kv_len - tile * C.BLOCK_N, C)
+            _zero_outside(shared.v.index(v_stage), 0, kv_len - tile * C.BLOCK_N, C)
     mbarrier.wait(shared.k_full.index(k_stage), k_phase, pred=tile > low)
 
     while tile > low:
@@ -249,6 +242,13 @@ def _attend(
         mbarrier.arrive(shared.q_empty.index(q_stage), count=1)
     mbarrier.wait(shared.v_full.index(v_stage), v_phase)
     _see_copies(C)
+    if C.HAS_LEFT:
+        if not C.GATHER:
+            # What lies before the window of the first row may have been given to another sequence.
+            if seen_from > low * C.BLOCK_N:
+                _zero_outside(
+                    shared.v.index(v_stage), seen_from - low * C.BLOCK_N, C.BLOCK_N, C
+                )  # fmt: skip
     v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
     acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(p, v, acc, is_async=True),))
     _release_values(shared, v_stage, C)
@@ -327,28 +327,26 @@ def consume(
     kv_len = _field(shared, 2)
     pos0 = _field(shared, 3)
     low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
-    if C.AHEAD:
-        s_token = _issue_first(shared, wg, end > low, q_stage, q_phase, k_stage, k_phase, C)
-        s = warpgroup_mma_wait(0, deps=(s_token,))
     while rows >= 0:
         pos_first = pos0 + wg * C.TOKENS
         # Tiles of keys inside [safe_lo, safe_hi) are seen whole by every row.
         safe_lo = 0
         safe_hi = kv_len
+        seen_from = 0
         if C.HAS_LEFT:
             safe_lo = gl.maximum(pos_first + C.TOKENS - 1 - left, 0)
+            seen_from = first_key(pos0, left, C)
         if C.HAS_RIGHT:
             safe_hi = gl.minimum(safe_hi, pos_first + right_end)
         acc = gl.zeros([64, C.DV], gl.float32, C.O_LAYOUT)
         m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         total = gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
         if end > low:
-            if not C.AHEAD:
-                s_token = _issue_first(shared, wg, True, q_stage, q_phase, k_stage, k_phase, C)
-                s = warpgroup_mma_wait(0, deps=(s_token,))
+            mbarrier.wait(shared.q_full.index(q_stage), q_phase)
             acc, m, total, k_stage, k_phase, v_stage, v_phase = _attend(
-                C, shared, wg, s, low, end, kv_len, pos_first, safe_lo, safe_hi, left, right_end,
-                scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
+                C, shared, wg, low, end, kv_len, pos_first, seen_from, safe_lo, safe_hi,
+                left, right_end, scale, softcap_in, softcap_out, q_stage, k_stage, k_phase,
+                v_stage, v_phase,
             )  # fmt: skip
             q_stage, q_phase = advance(q_stage, q_phase, C.Q_STAGES)
 
@@ -377,15 +375,10 @@ def consume(
         kv_len = _field(shared, base + 2)
         pos0 = _field(shared, base + 3)
         low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
-        if C.AHEAD:
-            # The tensor cores begin the next tile while this one is written.
-            s_token = _issue_first(shared, wg, end > low, q_stage, q_phase, k_stage, k_phase, C)
         _store(
             o, lse, o_ptr, lse_ptr, first, rows_now, head, wg, group,
             stride_ot, stride_oh, stride_lt, stride_lh, C,
         )  # fmt: skip
-        if C.AHEAD:
-            s = warpgroup_mma_wait(0, deps=(s_token,))
 
 
 __all__ = ["consume"]

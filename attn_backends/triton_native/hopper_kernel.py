@@ -45,13 +45,13 @@ def _hopper_prefill_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     DYNAMIC: gl.constexpr, SNAKE: gl.constexpr, PING_PONG: gl.constexpr,
-    NAMED_EMPTY: gl.constexpr, AHEAD: gl.constexpr, LAZY: gl.constexpr, POLY: gl.constexpr,
+    NAMED_EMPTY: gl.constexpr, LAZY: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     C = Config(
         D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
-        AHEAD, LAZY, POLY,
+        LAZY,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, PACK, D], dtype)

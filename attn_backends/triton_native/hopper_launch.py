@@ -8,6 +8,7 @@ where a profiler's hooks watch, Triton launches.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .. import driver
 from ..triton_compiled import is_hooked
 from .hopper_maps import Encoder, MapForm, encoder_of
 
+logger = logging.getLogger("attn_backends")
 #: Set to False to launch through Triton always.
 ENABLED = True
 
@@ -64,7 +66,8 @@ def formats_of(
 
     Args:
         signature: Of the source, by argument.
-        known: Offset and size of each parameter of the compiled kernel.
+        known: Offset and size of each parameter of the compiled kernel. The driver is told where
+            each value is, and puts it to its offset; what has to agree are the sizes.
     """
     formats = [_format(kind) for kind in signature.values()]
     if None in formats:
@@ -74,7 +77,7 @@ def formats_of(
     if not 0 <= scratch <= _MOST_SCRATCH:
         return None
     text += "Q" * scratch
-    if known != [(at, driver.SIZES[f]) for at, f in zip(driver.offsets(text), text)]:
+    if [size for _, size in known] != [driver.SIZES[f] for f in text]:
         return None
     return tuple(f or "" for f in formats), scratch
 
@@ -182,7 +185,10 @@ class HopperLauncher:
             return
         key = (driver.current_device(), operands[0].dtype, self._key)
         if key not in _known:
-            _known[key] = compiled_form(compiled)
+            found = _known[key] = compiled_form(compiled)
+            if found is None:
+                logger.debug("Triton launches %s: the driver cannot be told its arguments",
+                             getattr(compiled, "name", "a kernel"))  # fmt: skip
 
     def kept(self, dtype: torch.dtype, work: int, table: int) -> Kept | None:
         """The launch for the driver, with a work list and a page table; None if not known yet.

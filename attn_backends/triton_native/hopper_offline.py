@@ -103,13 +103,7 @@ CASES = {
     "d64-single": _case(64, {"consumers": 1, "stages": 2}),
     "d128-single": _case(128, _SINGLE),
     "d192-single": _case(192, _SINGLE, head_dim_v=128),
-    "d64-ahead": _case(64, {"ahead": True}),
-    "d128-ahead": _case(128, {"ahead": True}),
-    "d128-p16-ahead": _case(128, {"ahead": True}, page_size=16),
-    "d192-ahead": _case(192, {"ahead": True}, head_dim_v=128),
-    "d256-ahead": _case(256, {"ahead": True}),
     "d128-eager": _case(128, {"lazy": False}),
-    "d64-poly": _case(64, {"poly": 1}),
 }
 
 

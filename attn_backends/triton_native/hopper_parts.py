@@ -62,9 +62,7 @@ class Config:
     SNAKE: gl.constexpr
     PING_PONG: gl.constexpr
     NAMED_EMPTY: gl.constexpr
-    AHEAD: gl.constexpr  # the first scores of a tile run while the tile before is written
     LAZY: gl.constexpr  # a maximum is kept until it is exceeded by a factor of 2^LAZY_GROWTH
-    POLY: gl.constexpr  # of 8 exponentials, how many are polynomials
     TOKENS: gl.constexpr  # query tokens per consumer warpgroup
     PRODUCER_WARPS: gl.constexpr
     SLOT_THREADS: gl.constexpr  # threads that meet where a slot is given back
@@ -76,7 +74,7 @@ class Config:
     def __init__(
         self, D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
         HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
-        AHEAD, LAZY, POLY,
+        LAZY,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.D1 = gl.constexpr(D1)
@@ -96,9 +94,7 @@ class Config:
         self.SNAKE = gl.constexpr(SNAKE)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.NAMED_EMPTY = gl.constexpr(NAMED_EMPTY)
-        self.AHEAD = gl.constexpr(AHEAD)
         self.LAZY = gl.constexpr(LAZY)
-        self.POLY = gl.constexpr(POLY)
         self.TOKENS = gl.constexpr(64 // PACK)
         producer_warps = 4 if GATHER else 1
         self.PRODUCER_WARPS = gl.constexpr(producer_warps)
@@ -177,14 +173,21 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def first_key(pos0, left, C: gl.constexpr):
+    """The first key that a token at ``pos0`` or later may see."""
+    lo = 0
+    if C.HAS_LEFT:
+        lo = gl.maximum(pos0 - left, 0)
+    return lo
+
+
+@gluon.jit
 def key_tiles(kv_len, pos0, rows, left, right_end, C: gl.constexpr):
     """First key tile and end of the key tiles seen by ``rows`` tokens from position ``pos0``."""
     hi = kv_len
-    lo = 0
+    lo = first_key(pos0, left, C)
     if C.HAS_RIGHT:
         hi = gl.minimum(hi, pos0 + (rows - 1) + right_end)
-    if C.HAS_LEFT:
-        lo = gl.maximum(pos0 - left, 0)
     some = (hi > lo) & (rows > 0)
     first = gl.where(some, lo // C.BLOCK_N, 0)
     end = gl.where(some, (hi + C.BLOCK_N - 1) // C.BLOCK_N, 0)
@@ -206,6 +209,7 @@ __all__ = [
     "WORK_HEADER",
     "advance",
     "come",
+    "first_key",
     "gather_layout",
     "key_tiles",
     "meet",

@@ -16,6 +16,7 @@ from .hopper_parts import (
     WORK_FIELDS,
     WORK_HEADER,
     advance,
+    first_key,
     gather_layout,
     key_tiles,
     meet,
@@ -23,8 +24,8 @@ from .hopper_parts import (
 
 
 @gluon.jit
-def _load_tile(desc, full, slot, tile, key_start, head, table, kv_len, C):
-    """Start the copy of one tile of keys or values; pages past the last key arrive as zeros."""
+def _load_tile(desc, full, slot, tile, key_start, head, table, seen_from, kv_len, C):
+    """Start the copy of one tile of keys or values; pages that nobody sees arrive as zeros."""
     if C.PAGE_SIZE == 0:
         tma_load(desc, [0, key_start + tile * C.BLOCK_N, head, 0], full, slot)
     elif C.PAGE_SIZE >= C.BLOCK_N:
@@ -36,20 +37,21 @@ def _load_tile(desc, full, slot, tile, key_start, head, table, kv_len, C):
         for i in gl.static_range(PAGES):
             number = tile * PAGES + i
             # A page before the first: outside the tensor, so nothing is read.
-            page = gl.load(table + number, mask=number * C.PAGE_SIZE < kv_len, other=-1)
+            some = (number * C.PAGE_SIZE < kv_len) & ((number + 1) * C.PAGE_SIZE > seen_from)
+            page = gl.load(table + number, mask=some, other=-1)
             box = slot.slice(i * C.PAGE_SIZE, C.PAGE_SIZE, 1)
             tma_load(desc, [page, 0, head, 0], full, box)
 
 
 @gluon.jit
 def _gather_lanes(
-    at_ptr, slot, tile, table, kv_len, stride_page, stride_slot, LANES: gl.constexpr, C
+    at_ptr, slot, tile, table, seen_from, kv_len, stride_page, stride_slot, LANES: gl.constexpr, C
 ):
-    """Start the copies of the rows of one tile, 16 bytes a thread; rows past the last are zeros."""
+    """Start the copies of the rows of one tile, 16 bytes a thread; rows unseen are zeros."""
     layout: gl.constexpr = gather_layout(LANES)
     row = tile * C.BLOCK_N + gl.arange(0, C.BLOCK_N, gl.SliceLayout(1, layout))
     lane = gl.arange(0, LANES, gl.SliceLayout(0, layout))
-    keep = row < kv_len
+    keep = (row >= seen_from) & (row < kv_len)
     page = gl.load(table + row // C.PAGE_SIZE, mask=keep, other=0)
     at = page.to(gl.int64) * stride_page + (row % C.PAGE_SIZE) * stride_slot  # [BLOCK_N]
     copy_rows(
@@ -60,47 +62,62 @@ def _gather_lanes(
 
 @gluon.jit
 def _load_keys(
-    shared, k, k1, stage, tile, key_start, head, table, kv_len, stride_page, stride_slot,
-    stride_head, C,
+    shared, k, k1, stage, tile, key_start, head, table, seen_from, kv_len,
+    stride_page, stride_slot, stride_head, C,
 ):  # fmt: skip
     """Start the copy of one tile of keys."""
     full = shared.k_full.index(stage)
     if C.GATHER:
         at = k + head.to(gl.int64) * stride_head * 8
         _gather_lanes(
-            at, shared.k.index(stage), tile, table, kv_len, stride_page, stride_slot, C.D, C
+            at,
+            shared.k.index(stage),
+            tile,
+            table,
+            seen_from,
+            kv_len,
+            stride_page,
+            stride_slot,
+            C.D,
+            C,
         )
         if C.D1 > 0:
             _gather_lanes(
-                at + C.D, shared.k1.index(stage), tile, table, kv_len, stride_page, stride_slot,
-                C.D1, C,
+                at + C.D, shared.k1.index(stage), tile, table, seen_from, kv_len,
+                stride_page, stride_slot, C.D1, C,
             )  # fmt: skip
         copies_arrive(full, increment_count=False)
     else:
         BYTES: gl.constexpr = C.BLOCK_N * (C.D + C.D1) * k.dtype.primitive_bitwidth // 8
         mbarrier.expect(full, BYTES)
-        _load_tile(k, full, shared.k.index(stage), tile, key_start, head, table, kv_len, C)
+        _load_tile(
+            k, full, shared.k.index(stage), tile, key_start, head, table, seen_from, kv_len, C
+        )
         if C.D1 > 0:
-            _load_tile(k1, full, shared.k1.index(stage), tile, key_start, head, table, kv_len, C)
+            _load_tile(
+                k1, full, shared.k1.index(stage), tile, key_start, head, table, seen_from, kv_len, C
+            )
 
 
 @gluon.jit
 def _load_values(
-    shared, v, stage, tile, key_start, head, table, kv_len, stride_page, stride_slot, stride_head,
-    C,
+    shared, v, stage, tile, key_start, head, table, seen_from, kv_len,
+    stride_page, stride_slot, stride_head, C,
 ):  # fmt: skip
     """Start the copy of one tile of values."""
     full = shared.v_full.index(stage)
     if C.GATHER:
         _gather_lanes(
-            v + head.to(gl.int64) * stride_head * 8, shared.v.index(stage), tile, table, kv_len,
-            stride_page, stride_slot, C.DV, C,
+            v + head.to(gl.int64) * stride_head * 8, shared.v.index(stage), tile, table,
+            seen_from, kv_len, stride_page, stride_slot, C.DV, C,
         )  # fmt: skip
         copies_arrive(full, increment_count=False)
     else:
         BYTES: gl.constexpr = C.BLOCK_N * C.DV * v.dtype.primitive_bitwidth // 8
         mbarrier.expect(full, BYTES)
-        _load_tile(v, full, shared.v.index(stage), tile, key_start, head, table, kv_len, C)
+        _load_tile(
+            v, full, shared.v.index(stage), tile, key_start, head, table, seen_from, kv_len, C
+        )
 
 
 @gluon.jit
@@ -172,6 +189,7 @@ def produce(
                 kv_head = head // group
             else:
                 q_head = head * group
+            seen_from = first_key(pos0, left, C)
             table = table_ptr
             if C.PAGE_SIZE > 0:
                 table = table_ptr + key_start.to(gl.int64) * stride_table
@@ -196,7 +214,7 @@ def produce(
                     else:
                         mbarrier.wait(shared.k_empty.index(k_stage), k_phase ^ 1)
                     _load_keys(
-                        shared, k, k1, k_stage, tile, key_start, kv_head, table, kv_len,
+                        shared, k, k1, k_stage, tile, key_start, kv_head, table, seen_from, kv_len,
                         stride_kp, stride_ks, stride_kh, C,
                     )  # fmt: skip
                     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
@@ -208,7 +226,7 @@ def produce(
                     else:
                         mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
                     _load_values(
-                        shared, v, v_stage, tile + 1, key_start, kv_head, table, kv_len,
+                        shared, v, v_stage, tile + 1, key_start, kv_head, table, seen_from, kv_len,
                         stride_vp, stride_vs, stride_vh, C,
                     )  # fmt: skip
                     v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)

@@ -10,6 +10,10 @@ from typing import Any
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
+#: Keys up to which tiles of 64 rows, two programs on a multiprocessor, are faster (64 x 256).
+SHORT_KEYS = 256
+
+
 @dataclass(frozen=True)
 class Variant:
     """What one launch is compiled for, apart from the call's own features.
@@ -25,9 +29,7 @@ class Variant:
         head_group: Heads that finish together; 0 is all. Fewer share K and V in the L2 cache.
         ping_pong: The two consumers issue to the tensor cores in turn.
         named_empty: Slots are given back through named barriers instead of mbarriers.
-        ahead: The first scores of a tile run while the tile before is written.
         lazy: Keep a row's maximum until it is exceeded by far, and do not rescale until then.
-        poly: Of 8 exponentials, how many are evaluated as polynomials.
     """
 
     block_n: int = 128
@@ -40,9 +42,7 @@ class Variant:
     head_group: int = 0
     ping_pong: bool = False
     named_empty: bool = True
-    ahead: bool = False
     lazy: bool = False
-    poly: int = 0
 
     @property
     def tile(self) -> int:
@@ -143,8 +143,14 @@ def choose_variant(
             variant = replace(variant, pack=pack)
     heads = num_heads if variant.pack == 1 else num_kv_heads
     tiles = min(total_q // variant.tile + num_seqs, num_seqs * -(-longest // variant.tile))
+    single = {"consumers": 1, "block_n": 128 if head_dim == 64 else 64, "stages": 2}
     if tiles * heads < num_sms and head_dim < 256:
-        variant = replace(variant, consumers=1, block_n=128 if head_dim == 64 else 64, stages=2)
+        return replace(variant, **single)
+    if head_dim == 128 and variant.pack == 1 and 0 < max_seqlen_k <= SHORT_KEYS:
+        return replace(variant, **single)
+    if causal and tiles * heads <= 2 * num_sms:
+        # Each program has two tiles: the longest should go with the shortest.
+        return replace(variant, dynamic=False, snake=True)
     return variant
 
 
@@ -200,9 +206,7 @@ def compile_arguments(
         "SNAKE": variant.snake and not variant.dynamic,
         "PING_PONG": variant.ping_pong and variant.consumers == 2,
         "NAMED_EMPTY": variant.named_empty,
-        "AHEAD": variant.ahead,
         "LAZY": variant.lazy,
-        "POLY": variant.poly,
         "CONSUMER_REGS": consumer,
         "PRODUCER_REGS": producer,
     }

@@ -102,6 +102,21 @@ def test_long_prompts_take_whole_tiles_and_short_extends_pack_heads():
     assert _choose(4096, 4, dim=256).block_n == 64
 
 
+def test_two_waves_of_causal_tiles_run_forth_and_back_and_short_keys_take_half_tiles():
+    shape = {"head_dim": 128, "num_heads": 32, "num_kv_heads": 8, "num_sms": 132}
+    one = choose_variant(**shape, max_seqlen_q=1024, total_q=1024, num_seqs=1, max_seqlen_k=1024)
+    assert one.snake and not one.dynamic and one.consumers == 2
+    many = choose_variant(**shape, max_seqlen_q=1024, total_q=4096, num_seqs=4, max_seqlen_k=1024)
+    assert many.dynamic and many.consumers == 2
+    full = choose_variant(
+        **shape, max_seqlen_q=1024, total_q=1024, num_seqs=1, max_seqlen_k=1024, causal=False
+    )
+    assert full.dynamic
+    short = choose_variant(**shape, max_seqlen_q=256, total_q=16384, num_seqs=64, max_seqlen_k=256)
+    assert short.consumers == 1 and short.block_n == 64
+    assert short.warp_registers(False) == (232, 24)
+
+
 def test_a_batch_invariant_variant_depends_on_the_head_dim_only():
     shapes = [(64, 64), (1, 1), (4096, 4)]
     for dim in (64, 128, 256):
@@ -185,6 +200,9 @@ def test_arguments_are_laid_out_as_the_compiled_kernel_has_them():
     assert formats_of(SIGNATURE, _known(FORMATS[:-1])) is None
     assert formats_of(SIGNATURE, _known(FORMATS + "QQQ")) is None
     assert formats_of(SIGNATURE, _known(FORMATS[:-1] + "q")) is None
+    # ptxas counts from the start of a bank that is no multiple of 64: only sizes are ours.
+    moved = [(at + 48, size) for at, size in _known(FORMATS)]
+    assert formats_of(SIGNATURE, moved) is not None
     assert formats_of({**SIGNATURE, "heads": "fp64"}, _known(FORMATS)) is None
 
 
