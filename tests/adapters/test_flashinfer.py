@@ -253,7 +253,7 @@ def test_another_error_of_the_library_is_passed_on(install: Any, on_cpu: None) -
     modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper.plan = broken
     install(**modules)
     backend = bind(spec(page_size=16))
-    with pytest.raises(ValueError, match="^something else$"):
+    with pytest.raises(ValueError, match=r"^something else$"):
         backend.plan(make_call(backend.spec, [1], [9]).batch)
 
 
