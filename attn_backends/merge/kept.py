@@ -24,6 +24,9 @@ MAX_PLACES = 32  # addresses remembered per kept call
 #: Forms of a call: results are fresh, or have the memory of the first state, or other memory.
 FRESH, OWN, GIVEN = range(3)
 
+#: Stands for a place that a call was not at.
+UNSEEN: Any = object()
+
 Place = tuple[int, tuple[int, ...]]  # stream and addresses
 Settle = Callable[[tuple[int, ...]], "bool | None"]
 Fresh = Callable[[], "tuple[torch.Tensor, torch.Tensor]"]
@@ -43,60 +46,62 @@ class Call:
         fresh: Makes outputs.
     """
 
-    __slots__ = ("_hooked", "_index", "_pack", "_places", "_ready", "_settle", "asked", "fits",
-                 "fresh", "launch")  # fmt: skip
+    __slots__ = ("_pack", "_ready", "_settle", "asked", "fits", "fresh", "hooked", "index",
+                 "launch", "places")  # fmt: skip
 
     def __init__(
         self, fits: Callable[..., bool], asked: str | None, path: str, index: int, launch: Any,
         settle: Settle, fresh: Fresh,
     ) -> None:  # fmt: skip
         self.fits, self.asked, self.launch, self.fresh = fits, asked, launch, fresh
-        self._index, self._ready, self._settle = index, launch.ready, settle
+        self.index, self._ready, self._settle = index, launch.ready, settle
         self._pack = getattr(launch, "pack", None)
         #: By stream and addresses: whether to merge in place (None: do not repeat), or from the
         #: second time on the launch itself.
-        self._places: dict[Place, bool | Filled | None] = {}
-        self._hooked: Any = None
+        self.places: dict[Place, bool | Filled | None] = {}
+        self.hooked: Any = None
         if path == "triton":  # profilers ask Triton, which does not see launches of the driver
             from ..triton_compiled import is_hooked
 
-            self._hooked = is_hooked
+            self.hooked = is_hooked
 
     def run(self, *addresses: int) -> bool:
         """Launch on inputs and outputs of these layouts; False if that takes a closer look."""
-        index = self._index
-        if driver.current_device() != index or (self._hooked is not None and self._hooked()):
+        index = self.index
+        if driver.current_device() != index or (self.hooked is not None and self.hooked()):
             return False
         place = (driver.current_stream(index), addresses)
-        known = self._places.get(place, self)
+        known = self.places.get(place, UNSEEN)
         if type(known) is Filled:
-            code = known.call(*known.args)
-            if code:
-                driver.retry(code, known.args)
+            known()
             return True
-        return self._first(place) if known is self else self._second(place, known)  # type: ignore
+        return self.settle(place, known)
 
-    def _first(self, place: Place) -> bool:
-        """Launch with addresses that were not seen before."""
-        if len(self._places) >= MAX_PLACES:
-            self._places.clear()
+    def settle(self, place: Place, known: Any) -> bool:
+        """Launch at a place for the first or the second time.
+
+        Args:
+            place: Stream and addresses.
+            known: What ``places`` holds for it, or ``UNSEEN``.
+
+        Returns:
+            False if that takes a closer look.
+        """
         stream, addresses = place
-        in_place = self._places[place] = self._settle(addresses)
+        in_place = known
+        if known is UNSEEN:
+            if len(self.places) >= MAX_PLACES:
+                self.places.clear()
+            in_place = self.places[place] = self._settle(addresses)
         launch = None if in_place is None else self._ready[in_place]
         if launch is None:
             return False
-        launch(stream, *(addresses if self._pack is None else self._pack(*addresses)))
-        return True
-
-    def _second(self, place: Place, in_place: bool | None) -> bool:
-        """Launch with addresses that come again, and keep what is written for that."""
-        launch = None if in_place is None else self._ready[in_place]
-        if launch is None:
-            return False
-        stream, addresses = place
         args = addresses if self._pack is None else self._pack(*addresses)
-        filled = self._places[place] = launch.filled(stream, *args)
-        filled()
+        if known is UNSEEN:
+            launch(stream, *args)
+        else:
+            filled = self.places[place] = launch.filled(stream, *args)
+            filled()
         return True
 
 
@@ -151,4 +156,4 @@ def form_of(out: Any, inputs: tuple[Any, ...]) -> int:
     return OWN if out[0] is inputs[0] and out[1] is inputs[1] else GIVEN
 
 
-__all__ = ["FRESH", "GIVEN", "OWN", "Call", "Calls", "form_of"]
+__all__ = ["FRESH", "GIVEN", "OWN", "UNSEEN", "Call", "Calls", "form_of"]

@@ -260,20 +260,20 @@ struct Pair {
   Strides s_o_a, s_lse_a, s_o_b, s_lse_b, s_o, s_lse;
 };
 
-// Weights of both sides: 1 / (1 + e) for the larger LSE and e / (1 + e) for the other.
-__device__ __forceinline__ float2 weigh(float a, float b) {
+// Weights of both sides, 1 / (1 + e) for the larger LSE and e / (1 + e) for the other, and the
+// merged LSE.
+struct Merged { float w_a, w_b, lse; };
+
+__device__ __forceinline__ Merged merge_lses(float a, float b) {
   float e = expf(-fabsf(a - b));  // NaN if an LSE is, or if both are -inf
   float total = 1.f + e;
   float r = reciprocal(total);
   float q = e * r;
   q = fmaf(fmaf(-total, q, e), r, q);  // to nearest, as the other: the weights never pass 1
   if (a == -INF && b == -INF) q = r = 0.f;
-  return a >= b ? make_float2(r, q) : make_float2(q, r);
-}
-
-__device__ __forceinline__ float merged_lse(float a, float b) {
-  float peak = fmaxf(a, b);  // drops a NaN, which exp brings back
-  return peak == -INF ? a + b : peak + logf(1.f + expf(-fabsf(a - b)));
+  float peak = fmaxf(a, b);  // drops a NaN, which the logarithm brings back
+  float lse = peak == -INF ? a + b : peak + logf(total);
+  return a >= b ? Merged{r, q, lse} : Merged{q, r, lse};
 }
 
 using PairRows = Tile<PASS_ROWS * UNROLL>;
@@ -328,21 +328,6 @@ __device__ __forceinline__ void fetch_ahead(const Pair& p, const PairRows& rows)
 #endif
 }
 
-// One thread of each row, at the last part of wide ones, writes the merged LSE.
-__device__ __forceinline__ void store_pair_lses(
-    const Pair& p, const PairRows& rows, int base, const float (&lse_a)[UNROLL],
-    const float (&lse_b)[UNROLL]) {
-  const int tid = threadIdx.x, first = tid / VECTORS;
-  if (base + THREADS < VECTORS) return;
-#pragma unroll
-  for (int k = 0; k < UNROLL; ++k) {
-    u32 row, token, head;
-    if ((VECTORS <= THREADS ? tid % VECTORS : tid) == 0 && first < PASS_ROWS &&
-        rows.find(first + k * PASS_ROWS, row, token, head))
-      p.lse[row_offset(row, token, head, p.s_lse, 1)] = merged_lse(lse_a[k], lse_b[k]);
-  }
-}
-
 __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& rows) {
   const int tid = threadIdx.x;
 #pragma unroll 1
@@ -352,7 +337,7 @@ __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& r
     const bool inside = VECTORS <= THREADS ? first < PASS_ROWS : base + tid < VECTORS;
     Vec a[UNROLL], b[UNROLL];
     float lse_a[UNROLL], lse_b[UNROLL];
-    float2 w[UNROLL];
+    Merged m[UNROLL];
     i64 out[UNROLL], at_a[UNROLL], at_b[UNROLL];
     bool valid[UNROLL];
 #pragma unroll
@@ -382,20 +367,17 @@ __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& r
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
       if (!valid[k]) continue;
-      w[k] = weigh(lse_a[k], lse_b[k]);
+      m[k] = merge_lses(lse_a[k], lse_b[k]);  // by every thread: a branch would take longer
 #if SPECULATE
-      if (w[k].x == 0.f) a[k] = Vec{0, 0, 0, 0};
-      if (w[k].y == 0.f) b[k] = Vec{0, 0, 0, 0};
+      if (m[k].w_a == 0.f) a[k] = Vec{0, 0, 0, 0};
+      if (m[k].w_b == 0.f) b[k] = Vec{0, 0, 0, 0};
 #else
-      if (w[k].x != 0.f) a[k] = load_vec(p.o_a + at_a[k]);
+      if (m[k].w_a != 0.f) a[k] = load_vec(p.o_a + at_a[k]);
 #if HAS_B
-      if (w[k].y != 0.f) b[k] = load_vec(p.o_b + at_b[k]);
+      if (m[k].w_b != 0.f) b[k] = load_vec(p.o_b + at_b[k]);
 #endif
 #endif
     }
-#if !IN_PLACE
-    store_pair_lses(p, rows, base, lse_a, lse_b);  // while vectors are on their way
-#endif
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
       if (!valid[k]) continue;
@@ -405,17 +387,25 @@ __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& r
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
         // No fused multiply-add: the two sides then commute bit for bit.
-        f_a[i] = __fadd_rn(__fmul_rn(w[k].x, f_a[i]), __fmul_rn(w[k].y, f_b[i]));
+        f_a[i] = __fadd_rn(__fmul_rn(m[k].w_a, f_a[i]), __fmul_rn(m[k].w_b, f_b[i]));
 #if OUT_TYPE == 3
         f_a[i] = __fdiv_rn(f_a[i], p.scale);
 #endif
       }
       store_vec(p.o + out[k] * OUT_BYTES, f_a);
     }
+    if (base + THREADS < VECTORS) continue;
+    // Last, since an LSE may be merged in place and every thread of the row has read it.
 #if IN_PLACE
-    __syncthreads();  // an LSE that is merged in place has been read by all threads of its row
-    store_pair_lses(p, rows, base, lse_a, lse_b);
+    __syncthreads();
 #endif
+#pragma unroll
+    for (int k = 0; k < UNROLL; ++k) {
+      u32 row, token, head;
+      if ((VECTORS <= THREADS ? tid % VECTORS : tid) == 0 && first < PASS_ROWS &&
+          rows.find(first + k * PASS_ROWS, row, token, head))
+        p.lse[row_offset(row, token, head, p.s_lse, 1)] = m[k].lse;
+    }
   }
 }
 

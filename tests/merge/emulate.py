@@ -35,8 +35,6 @@ PRELUDE = r"""
 #define __launch_bounds__(...)
 struct Dim { unsigned x; };
 static Dim threadIdx, blockIdx, gridDim;
-struct float2 { float x, y; };
-static float2 make_float2(float x, float y) { return {x, y}; }
 static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
 static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }

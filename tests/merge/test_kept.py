@@ -106,7 +106,7 @@ def test_outputs_are_settled_once_per_addresses(calls):
         holder.append(fresh(inputs))
         repeat(inputs, holder[-1])
     (call,) = calls.known[GIVEN][inputs[0].shape]
-    assert len(call._places) <= MAX_PLACES
+    assert len(call.places) <= MAX_PLACES
 
 
 def test_what_comes_again_is_written_once_for_each_stream(calls, monkeypatch):
@@ -119,8 +119,8 @@ def test_what_comes_again_is_written_once_for_each_stream(calls, monkeypatch):
     args = addresses(*inputs, *out)
     assert [entry for _, entry in kept.log] == [(stream, *args) for stream in (5, 6, 5, 6, 5, 6)]
     (call,) = calls.known[GIVEN][inputs[0].shape]
-    assert {type(x) for x in call._places.values()} == {driver.Filled}
-    assert set(call._places) == {(5, args), (6, args)}
+    assert {type(x) for x in call.places.values()} == {driver.Filled}
+    assert set(call.places) == {(5, args), (6, args)}
 
 
 def test_a_launch_that_the_driver_refuses_raises(calls, monkeypatch):
