@@ -170,10 +170,6 @@ def attend(
     if HAS_RIGHT:
         last = tl.minimum(row_pos + right, key_hi - 1)
     fused: tl.constexpr = FUSE and not (HAS_SOFTCAP or HAS_ALIBI or ROW_SCALE)
-    base = m
-    if fused:
-        _, base = exponent_form(tl.where(m == NEG_INF, 0.0, m), scale)
-        base = tl.where(m == NEG_INF, NEG_INF, base)
     sums = tl.zeros([q0.shape[0], BLOCK_N if LANE_SUMS else 1], tl.float32)
     if LANE_SUMS:
         sums = tl.where(lanes[None, :] == 0, l[:, None], sums)
@@ -216,10 +212,8 @@ def attend(
         if fused:
             factor, base_new = exponent_form(m_safe, scale)
             p = tl.exp2(s * factor[:, None] - base_new[:, None])
+            _, base = exponent_form(m, scale)  # -inf at first; not carried, registers are short
             alpha = tl.exp2(base - base_new)
-            base = base_new
-            if MASKED:
-                base = tl.where(m_new == NEG_INF, NEG_INF, base_new)
         else:
             # The difference first: scaled scores of 1e30 round further apart than exp2 can bridge.
             p = tl.exp2((s - m_safe[:, None]) * row_scale)
