@@ -14,7 +14,9 @@ from .roofline import GPUS, Gpu
 #: Names of this library as it runs by default; most others are libraries called directly.
 OURS = ("triton", "cuda", "cascade-triton")
 #: Neither of them: variants, references, and lower bounds.
-ASIDE = ("triton-plain", "torch", "torch_native", "copy", "pairwise")
+ASIDE = (
+    "triton-plain", "cuda-alone", "triton-alone", "torch", "torch_native", "copy", "pairwise",
+)  # fmt: skip
 _VARIANTS = ("triton:", "plain-", "cascade-")
 TIMED = "graph_cold"
 
