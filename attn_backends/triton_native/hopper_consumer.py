@@ -102,6 +102,17 @@ def _key_range(kv_len, pos_first, left, right_end, C):
 
 
 @gluon.jit
+def _sees_nothing(kv_len, pos_first, left, right_end, C):
+    """Whether a row of the tile sees no key: its first one if any, or its last."""
+    nothing = kv_len <= 0
+    if C.HAS_RIGHT:
+        nothing = nothing | (pos_first + right_end <= 0)
+    if C.HAS_LEFT:
+        nothing = nothing | (pos_first + C.TOKENS - 1 - left >= kv_len)
+    return nothing
+
+
+@gluon.jit
 def _mask(s, start, lo_row, hi_row, safe_lo, safe_hi, C):
     """Set the scores of keys outside a row's ``[lo, hi)`` to -inf, if the tile has any."""
     masked = start + C.BLOCK_N > safe_hi
@@ -177,14 +188,12 @@ def _zero_outside(slot, first, end, C):
 
 @gluon.jit
 def _attend(
-    C, shared, wg: gl.constexpr, low, end, kv_len, pos_first, seen_from, safe_lo, safe_hi,
+    C, shared, wg: gl.constexpr, acc, m, low, end, kv_len, pos_first, seen_from, safe_lo, safe_hi,
     left, right_end, scale, softcap_in, softcap_out, q_stage, k_stage, k_phase, v_stage, v_phase,
 ):  # fmt: skip
     """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first."""
     V_DTYPE: gl.constexpr = shared.v.dtype
     lo_row, hi_row = _key_range(kv_len, pos_first, left, right_end, C)
-    acc = gl.zeros([64, C.DV], gl.float32, C.O_LAYOUT)
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, C.S_LAYOUT))
     none = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
     sums = _row_sums(none, C.BLOCK_N)
 
@@ -344,7 +353,7 @@ def consume(
         if end > low:
             mbarrier.wait(shared.q_full.index(q_stage), q_phase)
             acc, m, total, k_stage, k_phase, v_stage, v_phase = _attend(
-                C, shared, wg, low, end, kv_len, pos_first, seen_from, safe_lo, safe_hi,
+                C, shared, wg, acc, m, low, end, kv_len, pos_first, seen_from, safe_lo, safe_hi,
                 left, right_end, scale, softcap_in, softcap_out, q_stage, k_stage, k_phase,
                 v_stage, v_phase,
             )  # fmt: skip
@@ -366,8 +375,12 @@ def consume(
         if C.HAS_SINKS:
             lse, inverse = _with_sinks(m, total, seen, sinks_ptr, head, group, lse_scale, C)
         o_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
-        o_seen = gl.convert_layout(seen, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
-        o = gl.where(o_seen, acc * o_inverse, 0.0).to(o_ptr.dtype.element_ty)
+        o = acc * o_inverse
+        if _sees_nothing(kv_len, pos_first, left, right_end, C):
+            # Rows without a key; 0 times what others of the tile saw may be NaN.
+            o_seen = gl.convert_layout(seen, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+            o = gl.where(o_seen, o, 0.0)
+        o = o.to(o_ptr.dtype.element_ty)
 
         base = ring * RING_FIELDS
         mbarrier.wait(shared.ring_full.index(ring), ring_phase)
