@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     result: dict[str, Any] = {"meta": meta(processes.MODULE), "checks": [], "rows": []}
     if args.check:
-        from .hopper_check import groups
+        from .hopper_cases import groups
 
         names = args.groups or list(groups())
         result["checks"] = processes.run_checks(names, args.limit, args.jobs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attn_backends as ab
-from attn_backends.bench.hopper_check import groups
+from attn_backends.bench.hopper_cases import groups
 from attn_backends.bench.hopper_processes import run_checks
 from attn_backends.triton_native import hopper_compat
 
