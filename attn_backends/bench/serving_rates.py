@@ -43,7 +43,12 @@ def workloads(model: Served, prompts: list[list[int]]) -> dict[str, tuple[dict[s
 
 
 def throughput(
-    bench: str, engines: list[Engine], prompts: list[list[int]], turns: int, deadline: float
+    bench: str,
+    engines: list[Engine],
+    prompts: list[list[int]],
+    turns: int,
+    deadline: float,
+    chosen: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Tokens per second, the engines taking turns; the first engine is the reference.
 
@@ -53,12 +58,14 @@ def throughput(
         prompts: Of the workload ``mixed``.
         turns: How often each engine does each workload, if there is time; one more warms up.
         deadline: When to stop: no turn begins that would not end by then.
+        chosen: Names of workloads; None takes all.
 
     Returns:
         A row for each engine and workload: the median over turns, the slowest and the fastest, the
         median ratio to the reference within a turn, and its quartiles.
     """
     work = workloads(engines[0].model, prompts)
+    work = {name: work[name] for name in (work if chosen is None else chosen)}
     seconds: dict[tuple[str, str], list[float]] = {
         (name, each.backend): [] for name in work for each in engines
     }

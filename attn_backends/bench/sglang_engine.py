@@ -19,10 +19,16 @@ from .serving import undisturbed
 SETTINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+#: A file that appears in the model's folder when it is complete.
+READY = "complete"
+
+
 def build(options: dict[str, Any]) -> Any:
     """The engine, with its radix cache, chunked prefill and decode graphs."""
     import sglang
 
+    while not (Path(options["model"]) / READY).exists():
+        time.sleep(0.05)  # whoever started this is still writing the model
     arguments = {
         "model_path": options["model"],
         "attention_backend": options["backend"],

@@ -24,10 +24,11 @@ from typing import Any
 from .serving import OURS, Engine, Note, serve_models, smollm2_folder, wait_for
 from .serving_rates import throughput
 from .serving_tokens import Times, agreement
+from .sglang_engine import READY
 from .vllm_prompts import random_ids, tokenized
 
 REFERENCE = {"cuda": "triton", "cpu": "torch_native"}
-CAPTURE = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+CAPTURE = "1,2,4,8,16,24,32,40,48,56,64"
 
 #: Llama 3 8B with a quarter of its layers and of its vocabulary; its weights are drawn.
 LLAMA8 = dict(
@@ -97,7 +98,7 @@ def start(
     more = dict(json.loads(options.engine))
     if options.device == "cuda":
         more = {
-            "cuda_graph_bs_decode": CAPTURE,
+            "cuda_graph_bs_decode": [int(n) for n in options.capture.split(",")],
             "cuda_graph_backend_prefill": options.prefill_graphs,
             **more,
         }
@@ -143,16 +144,11 @@ def serve(
 ) -> dict[str, Any]:
     """All rows of a model; how its engines started."""
     model, folder = MODELS[name], work / name
-    if model.drawn:
-        prompts = random_ids(model.vocabulary)
-        llama8_folder(folder)
-    else:
-        prompts = tokenized(smollm2_folder(options.gguf, folder))
-    if options.prompts:
-        prompts = prompts[: options.prompts]
+    # Engines import for a quarter of a minute: the model is made meanwhile.
     engines = [
         start(each, model, folder, work, options) for each in (REFERENCE[options.device], OURS)
     ]
+    started: dict[str, Any] = {}
 
     def told(rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -160,14 +156,23 @@ def serve(
         note(rows)
 
     try:
+        if model.drawn:
+            prompts = random_ids(model.vocabulary)
+            llama8_folder(folder)
+        else:
+            prompts = tokenized(smollm2_folder(options.gguf, folder))
+        prompts = prompts[: options.prompts] if options.prompts else prompts
+        (folder / READY).touch()
         started = wait_for(engines, lambda each: f"{name} {each.dtype} {each.backend}", deadline)
         if all(each.ready for each in engines):
             now = time.monotonic()
             times = Times(now + (deadline - now) / 2, deadline, options.patience)
             agreement("sglang_tokens", engines, prompts, times, told)
             if options.turns:
+                chosen = options.workloads.split(",") if options.workloads else None
                 turns = options.turns
-                told(throughput("sglang_throughput", engines, prompts, turns, deadline))
+                rows = throughput("sglang_throughput", engines, prompts, turns, deadline, chosen)
+                told(rows)
     finally:
         for each in engines:
             stop(each)
@@ -188,6 +193,8 @@ def main() -> int:
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--prompts", type=int, default=0, help="only the first so many")
     parser.add_argument("--turns", type=int, default=12, help="of throughput; 0 leaves it out")
+    parser.add_argument("--workloads", help="of prefill, decode, long decode, mixed; default: all")
+    parser.add_argument("--capture", default=CAPTURE, help="batch sizes of decode graphs")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds for one answer")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--logs", help="keep the engines' logs in this folder")

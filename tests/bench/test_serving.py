@@ -165,6 +165,13 @@ def test_engines_are_compared_within_a_turn() -> None:
     assert set(firsts) == {"THEIRS", "OURS"}
 
 
+def test_workloads_can_be_chosen() -> None:
+    engines = [Clocked("THEIRS", [1.0] * 9, []), Clocked("OURS", [1.0] * 9, [])]
+    soon = time.monotonic() + SOON
+    rows = serving_rates.throughput("rates", engines, [[1]], 2, soon, ["decode"])
+    assert {row["case"]["workload"] for row in rows} == {"decode"} and rows[0]["turns"] == 2
+
+
 def test_an_answer_is_waited_for_no_longer_than_patience_and_deadline() -> None:
     now = time.monotonic()
     assert serving_tokens.Times(now, now + 5, 100.0).late == now + 5
