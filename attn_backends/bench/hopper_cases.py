@@ -1,4 +1,4 @@
-"""The calls on which the Hopper prefill is checked: lengths, shapes, features, variants, layouts."""
+"""The calls on which the Hopper prefill is checked: lengths, shapes, features, variants."""
 
 from __future__ import annotations
 
