@@ -43,6 +43,16 @@ def rates(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     return table
 
 
+def variants(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """One row per variant of ours: TFLOP/s at each point; empty if only ``chosen`` was measured."""
+    own: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row.get("mode") == "graph_cold" and "tflops" in row and row["backend"] not in PEERS:
+            found = own.setdefault(row["backend"], {"variant": row["backend"]})
+            found[row["case"]["name"]] = f"{row['tflops']:.0f}"
+    return list(own.values()) if len(own) > 1 else []
+
+
 def host(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     """One row per way of launching: host microseconds."""
     return [
@@ -72,9 +82,10 @@ def parts(results: dict[str, Any]) -> list[list[dict[str, str]]]:
     """The tables of a results file, those with rows."""
     rows = results.get("rows", [])
     found = [
-        aims(results.get("gates", [])), rates(rows), host(rows), checks(results.get("checks", []))
+        aims(results.get("gates", [])), rates(rows), variants(rows), host(rows),
+        checks(results.get("checks", [])),
     ]  # fmt: skip
     return [table for table in found if table]
 
 
-__all__ = ["aims", "checks", "host", "parts", "rates"]
+__all__ = ["aims", "checks", "host", "parts", "rates", "variants"]

@@ -80,10 +80,13 @@ def test_pages_show_aims_rates_and_host_times():
          "p25": 0.98, "p75": 1.0, "rounds": 4, "met": True},
         {"point": "causal 1x2", "peer": "fa3 varlen", "asked": 1.0, "met": None, "why": "absent"},
     ]  # fmt: skip
-    aims, rates, host = hopper_tables.parts({"rows": rows, "gates": gates})
+    aims, rates, own, host = hopper_tables.parts({"rows": rows, "gates": gates})
     assert aims[0]["times as fast"] == "0.990 (0.980 to 1.000)" and aims[0]["met"] == "yes"
     assert aims[1]["times as fast"] == "not measured: absent" and aims[1]["met"] == ""
     assert rates == [
         {"point": "causal 1x2", "ours": "500", "fastest variant": "510 (lazy)", "fa3": "505"}
     ]
+    assert own == [
+        {"variant": "chosen", "causal 1x2": "500"}, {"variant": "lazy", "causal 1x2": "510"}
+    ]  # fmt: skip
     assert host == [{"batch": "host p0", "call": "run", "host, us": "11.3"}]
