@@ -69,7 +69,10 @@ def snapshot() -> int | tuple[Any, ...]:
 
 def leaves_merges_open() -> bool:
     """Whether no variable can name a path of merges, as a look at two of them; in doubt False."""
-    raw = getattr(os.environ, "_data", None)
+    try:
+        raw: Any = os.environ._data  # type: ignore[attr-defined]
+    except AttributeError:
+        return False
     return type(raw) is dict and _MERGE not in raw and _CONFIG not in raw
 
 

@@ -51,7 +51,7 @@ class PairPlan(NamedTuple):
 _PLANS: dict[Any, PairPlan] = {}
 _CALLS = Calls()
 _KNOWN = _CALLS.known
-_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # other tracers show by the type of their tensors
 _Tensor = torch.Tensor
 _new = tuple.__new__
 
@@ -86,7 +86,7 @@ def merge(
         scale: Divisor of a float8 result, or None.
         from_op: Called by the registered operator, whatever the tensors' types.
     """
-    if (_is_compiling() or type(o_a) is not _Tensor) and not from_op:
+    if (_is_traced() or type(o_a) is not _Tensor) and not from_op:
         from . import ops
 
         return ops.merge_pair(o_a, lse_a, o_b, lse_b, out, path, num_prefix, scale)
