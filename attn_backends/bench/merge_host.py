@@ -16,7 +16,7 @@ import torch
 from ..merge import cuda_merge, merge_state, triton_merge
 from .graph_timer import Times
 from .merge import DTYPES, Case, check, make_states, oracle, pair_makers, paths_on
-from .runner import EAGER, Call, Found, Way
+from .runner import EAGER, Call, Found, Way, forget_error
 from .wall_timer import sync_of
 
 
@@ -43,6 +43,7 @@ def host_rows(case: Case, peers: bool, samples: int = 60, calls: int = 50) -> Fo
             checks[name] = check(call, right, DTYPES[case.dtype])
         except Exception as error:  # foreign code may raise anything
             found.refused.append(point.refusal(name, f"{type(error).__name__}: {error}"))
+            forget_error(point.device)
             continue
         if checks[name].right:
             ready[name] = call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -152,6 +153,7 @@ def measure_point(
             checks[name] = (way.gate or gate)(call)
         except Exception as error:  # foreign code may raise anything
             found.refused.append(point.refusal(name, _said(error)))
+            forget_error(point.device)
             continue
         if checks[name].right:
             ready.append(Variant(name, call))
@@ -202,6 +204,14 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
+def forget_error(device: torch.device) -> None:
+    """Take away the error that a failed launch leaves, lest the next way reports it as its own."""
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):
+            torch.zeros(1, device=device)
+            torch.cuda.synchronize(device)
+
+
 def release(device: torch.device) -> None:
     """Give the memory of a GPU back between points."""
     if device.type == "cuda":
@@ -210,4 +220,4 @@ def release(device: torch.device) -> None:
 
 
 __all__ = ["EAGER", "GRAPH", "Call", "Found", "Gate", "Point", "Way", "default_modes"]
-__all__ += ["measure_point", "release", "unchecked"]
+__all__ += ["forget_error", "measure_point", "release", "unchecked"]

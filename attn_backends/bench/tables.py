@@ -197,7 +197,8 @@ def _same_text(row: dict[str, Any]) -> dict[str, str]:
 def _shape(case: dict[str, Any]) -> str:
     if "tokens" in case:
         text = f"{case['tokens']} tokens, {case['num_heads']} heads, D {case['head_dim']}"
-        extra = [f"{k} {v}" for k, v in case.items() if k in ("states", "layout", "empty") and v]
+        extra = [f"{k} {v}" for k, v in case.items() if k in ("states", "empty") and v]
+        extra += ["lse [H, T]"] if case.get("lse_layout") == "head" else []
         return ", ".join([text, case["dtype"], *extra])
     text = f"{case['batch']} x {case['q_len']} over {case['kv_len']}"
     text += " ragged" if case.get("ragged") else ""
