@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -204,13 +205,16 @@ def tune(
 
 
 def _spills(case: Case, options: dict[str, Any], arch: int) -> bool:
-    """Whether a kernel of the call would keep registers in memory: such tiles are not shipped."""
+    """Whether a kernel of such calls would keep registers in memory: no such tile is shipped."""
     from ..triton_native.offline import record, report
 
     given = TritonOptions(**{**options, "hopper": False})
-    launches = record(case.spec, *case.lengths(), arch=arch, share_kv=case.head_dim == 576,
-                      options=given)  # fmt: skip
-    return any(report(launch.compile(arch)).spills for launch in launches)
+    share = case.head_dim == 576
+    for like in (case, replace(case, batch=1), replace(case, page_size=16)):
+        launches = record(like.spec, *like.lengths(), arch=arch, share_kv=share, options=given)
+        if any(report(launch.compile(arch)).spills for launch in launches):
+            return True
+    return False
 
 
 def write_configs(files: list[str]) -> None:
@@ -257,9 +261,10 @@ def write_configs(files: list[str]) -> None:
         "", "from __future__ import annotations", "",
         "#: (arch, block_m, D, DV, product bytes, KV bytes, shared KV)",
         "#: -> the fields of ``SplitConfig`` after block_m",
-        "SPLIT: dict[tuple[int, int, int, int, int, int, bool], tuple[int | bool, ...]] = {",
+        "SPLIT: dict[tuple[int, int, int, int, int, int, bool], tuple[int | bool, ...]] = {"
+        + ("" if split else "}"),
         *(f"    {k}: {v}," for k, v in sorted(split.items())),
-        "}", "",
+        *(["}"] if split else []), "",
         "#: (arch, small, D, DV, product bytes, KV bytes) -> the fields of ``PrefillConfig``",
         "PREFILL: dict[tuple[int, bool, int, int, int, int], tuple[int | bool, ...]] = {",
         *(f"    {k}: {v}," for k, v in sorted(prefill.items())),

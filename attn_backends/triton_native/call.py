@@ -231,9 +231,9 @@ class Call:
         pdl = pdl and not plan.device.interpreted
         phases = config.phases and spec.bounds[0] is None and not spec.has_mask
         blocks, merge_rows, few = self._merge_grid(plan)
-        # The kernels of the next call start early if they find the multiprocessors all but empty:
-        # beside a large merge they would be dealt out unevenly.
-        chain = pdl and blocks[0] * blocks[1] <= CHAIN_PROGRAMS * plan.device.processors
+        # The kernels of the next call start early beside a small merge; see ``cuts.FEW_KEYS``.
+        small = blocks[0] * blocks[1] <= CHAIN_PROGRAMS * plan.device.processors
+        chain = pdl and small and plan.few_keys
 
         def split_launcher() -> Launcher:
             constants = (
@@ -301,7 +301,7 @@ class Call:
         packed = mean * 1.1 < config.block_m and batch.total_q * group < 2**31
         self.pack = group if packed else 1
         phases = config.phases and not spec.has_mask
-        block_b = min(max(next_power_of_2(batch.num_seqs + 1), 16), 1024)
+        block_b = min(max(next_power_of_2(batch.num_seqs + 1), 32), 1024)
 
         def prefill_launcher() -> Launcher:
             constants = (
@@ -311,8 +311,9 @@ class Call:
                 ("LANE_SUMS", config.lane_sums), ("PACK", self.pack), ("BLOCK_B", block_b),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
+            registers = 0 if batch.is_paged else config.registers
             return launcher_of(
-                "prefill", constants, self._warps(config), config.stages, False, config.registers
+                "prefill", constants, self._warps(config), config.stages, False, registers
             )
 
         what = ("prefill", config, plan.splits, self.pack, block_b)

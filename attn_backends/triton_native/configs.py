@@ -58,7 +58,8 @@ class PrefillConfig:
         heads_inner: Whether heads change fastest in the grid, else tiles within a KV head.
         fuse: As in ``SplitConfig``, like ``lane_sums``.
         lane_sums: The same.
-        registers: Most registers of a thread, so that more programs fit; 0 leaves it open.
+        registers: Most registers of a thread, so that more programs fit, for keys without pages,
+            which take registers themselves; 0 leaves it open.
     """
 
     block_m: int
@@ -179,20 +180,25 @@ def many_config(
 
 
 @cache
-def few_config(
+def few_configs(
     arch: int, block_m: int, d: int, dv: int, q_bytes: int, kv_bytes: int
-) -> SplitConfig | None:
-    """Large tiles for so few keys that all programs run at once: see ``cuts.few_chunk``.
+) -> tuple[tuple[int, SplitConfig], ...]:
+    """Tiles for so few keys that all programs run at once, each with the most keys it is for.
 
-    None where none were measured to help.
+    Keys are counted per multiprocessor. Empty where none were measured to help. From the sweep in
+    docs/results/h200/forms.json: one large tile a program, then several small ones, deeply
+    pipelined.
     """
     if arch < 90 or block_m > 16 or q_bytes != 2 or kv_bytes != 2:
-        return None
+        return ()
     if 64 < max(d, dv) <= 128:
-        return SplitConfig(block_m, 128, 8, 2, 2, 128, fuse=True, lane_sums=True)
+        return (
+            (128, SplitConfig(block_m, 128, 8, 2, 2, 128, lane_sums=True)),
+            (512, SplitConfig(block_m, 32, 4, 4, 2, 64)),
+        )
     if max(d, dv) > 256:
-        return SplitConfig(block_m, 64, 8, 2, 1, 64, fuse=True, lane_sums=True)
-    return None
+        return ((64, SplitConfig(block_m, 64, 8, 2, 1, 64, fuse=True, lane_sums=True)),)
+    return ()
 
 
 @cache
@@ -243,7 +249,7 @@ def prefill_config(
 __all__ = [
     "PrefillConfig",
     "SplitConfig",
-    "few_config",
+    "few_configs",
     "fit_stages",
     "many_config",
     "prefill_config",

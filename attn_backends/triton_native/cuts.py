@@ -35,8 +35,12 @@ CUT_LOSS = 1.04
 EQUAL = 1.25
 #: Unequal lengths: pieces of 1.5 times an equal share if that is short, else of 0.7 times.
 SHORT_PIECE, FEW, MANY = 2048, 1.5, 0.7
-#: Tiles per program that are few: see ``few_chunk``.
-FEW_TILES = 2
+#: Keys per multiprocessor that are few: the kernels of the next call then start early, and
+#: ``configs.few_configs`` has tiles for them. More take so long that it costs more to have their
+#: programs dealt out unevenly, beside a merge that still runs (1 x 131072: 149 against 131 us).
+FEW_KEYS = 512
+#: The same in programs that are not cut yet: at most one for as many multiprocessors.
+FEW_PROGRAMS = 4
 # The same for the device's copy of the model.
 _WAVES, _SATURATION, _FEED = tl.constexpr(WAVES), tl.constexpr(SATURATION), tl.constexpr(FEED)
 _START, _NEXT = tl.constexpr(START), tl.constexpr(NEXT)
@@ -109,14 +113,9 @@ def prefers_many(n: int, processors: int, occupancy: int, many: int) -> bool:
 
 
 def few_chunk(n: int, span: int, processors: int, occupancy: int, block_n: int) -> int:
-    """Keys per part where all parts of ``n`` uncut programs can run at once, a few tiles each.
-
-    0 if there are more keys than that: the parts then are for ``choose_chunk``.
-    """
-    parts = processors * occupancy // max(n, 1)
-    if not parts or n * span > FEW_TILES * occupancy * block_n * processors:
-        return 0
-    return max(-(-span // parts), block_n)
+    """Keys per part where ``n`` uncut programs are cut so that all parts run at once."""
+    each = -(-span // (processors * occupancy // n))
+    return max(-(-each // block_n), 1) * block_n
 
 
 def choose_chunk(

@@ -1,4 +1,4 @@
-"""Measured tile choices, written by ``python -m attn_backends.bench.attention configs``."""
+"""Measured tiles, written by ``python -m attn_backends.bench.attention configs``."""
 
 from __future__ import annotations
 
@@ -7,4 +7,7 @@ from __future__ import annotations
 SPLIT: dict[tuple[int, int, int, int, int, int, bool], tuple[int | bool, ...]] = {}
 
 #: (arch, small, D, DV, product bytes, KV bytes) -> the fields of ``PrefillConfig``
-PREFILL: dict[tuple[int, bool, int, int, int, int], tuple[int | bool, ...]] = {}
+PREFILL: dict[tuple[int, bool, int, int, int, int], tuple[int | bool, ...]] = {
+    (90, False, 128, 128, 2, 2): (128, 64, 8, 3, True, True, False, False, 0),
+    (90, True, 128, 128, 2, 2): (64, 64, 4, 3, True, True, True, False, 0),
+}

@@ -21,13 +21,13 @@ from .call import Call, launch, launcher_of, next_power_of_2, scale_kind
 from .configs import (
     PrefillConfig,
     SplitConfig,
-    few_config,
+    few_configs,
     many_config,
     prefill_config,
     split_config,
     split_lanes,
 )
-from .cuts import few_chunk, prefers_many
+from .cuts import FEW_KEYS, FEW_PROGRAMS, few_chunk, prefers_many
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
 from .launch import is_interpreted
 from .repeat import kinds, repeat_of
@@ -139,22 +139,27 @@ class TritonPlan(Plan):
         self.split = split_config(
             device.arch, short, spec.head_dim, dv, q_bytes, kv_bytes, share, spec.batch_invariant
         )
+        programs = batch.num_seqs * -(-short // self.split.block_m) * spec.num_kv_heads
+        self.few_keys = programs * batch.max_seqlen_k <= FEW_KEYS * device.processors
         self.few_chunk = 0
         if options.split_config is not None:
             self.split = SplitConfig(*options.split_config)
         elif not (spec.batch_invariant or options.num_splits or options.split_keys):
             form = (device.arch, self.split.block_m, spec.head_dim, dv, *self.sizes)
-            many, few = many_config(*form), few_config(*form)
-            programs = batch.num_seqs * -(-short // self.split.block_m) * spec.num_kv_heads
+            many = many_config(*form)
             if many is not None and prefers_many(
                 programs, device.processors, self.split.occupancy, many.occupancy
             ):
                 self.split = many
-            elif few is not None:
-                self.few_chunk = few_chunk(
-                    programs, batch.max_seqlen_k, device.processors, few.occupancy, few.block_n
-                )
-                self.split = few if self.few_chunk else self.split
+            elif self.few_keys and 0 < programs * FEW_PROGRAMS <= device.processors:
+                for most, few in few_configs(*form):
+                    if programs * batch.max_seqlen_k <= most * device.processors:
+                        self.split = few
+                        self.few_chunk = few_chunk(
+                            programs, batch.max_seqlen_k, device.processors, few.occupancy,
+                            few.block_n,
+                        )  # fmt: skip
+                        break
         small = -(-batch.total_q // 128) * spec.num_heads < device.processors or rows <= 64
         small = small or batch.max_seqlen_k <= SHORT_KEYS
         self.prefill = prefill_config(

@@ -24,6 +24,7 @@ CASES = {
     "prefill": (S(32, 8, 128, page_size=16), prefill, False),
     "prefill-short": (S(32, 8, 128), ([512] * 64, [512] * 64), False),
     "prefill-window": (S(32, 8, 64, softcap=30.0, window=(99, 0)), prefill, False),
+    "decode-tiny": (S(32, 8, 128, page_size=16), ([1], [1024]), False),
     "decode-few": (S(32, 8, 128, page_size=16), ([1], [4096]), False),
     "decode-256": (S(16, 8, 256, page_size=64), decode, False),
     "prefill-256": (S(16, 8, 256), prefill, False),
@@ -75,7 +76,7 @@ def newer_than_3_6() -> bool:
         (
             90,
             (
-                *("decode", "decode-few", "decode-256"),
+                *("decode", "decode-tiny", "decode-few", "decode-256"),
                 *("prefill", "prefill-short", "prefill-window", "prefill-256"),
                 *("prefill-mask", "decode-fp8", "decode-fp32", "invariant"),
                 *("mla-16", "mla-128", "mla-prefill"),
