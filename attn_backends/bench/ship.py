@@ -62,8 +62,8 @@ def table(files: Sequence[str]) -> str:
             for phase in ("prefill", "decode"):
                 names = [n for n in order_of(tuning, gpu, phase) if n != REFERENCE]
                 if names:
-                    inside = ", ".join(map(_text, names))
-                    lines.append(f'            "{phase}": ({inside},),')
+                    inside = ", ".join(map(_text, names)) + ("," if len(names) == 1 else "")
+                    lines.append(f'            "{phase}": ({inside}),')
             lines += ["        },", "        rows={"]
             for row in tuning.rows:
                 if row.device != gpu:

@@ -135,3 +135,29 @@ def _predicted_us(row):
         rows = max(base * row["group"] / (processors * MERGE_ROWS), 1.0)
         us = CUT_LOSS * us + MERGE + MERGE_PART * parts * rows
     return us + START + (-(-rest // processors) - 1) * NEXT
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "block_n", "parts"),
+    [(1, 1024, 128, 8), (1, 4096, 32, 32), (1, 8192, 32, 32), (1, 131072, 64, None),
+     (8, 8192, 64, None), (16, 1024, 64, None)],
+)  # fmt: skip
+def test_few_keys_take_the_tiles_that_were_measured_for_them(batch, keys, block_n, parts):
+    """The points of docs/results/h200/forms.json; many keys keep the default tile."""
+    from dataclasses import replace
+
+    from attn_backends.batch import Batch
+    from attn_backends.spec import AttentionSpec
+    from attn_backends.triton_native.backend import TritonBackend
+    from attn_backends.triton_native.offline import _recording
+
+    spec = AttentionSpec(32, 8, 128, dtype=torch.bfloat16, page_size=16)
+    table = torch.zeros(batch, keys // 16, dtype=torch.int32)
+    with _recording(90, 132):
+        backend = TritonBackend(spec)
+        backend.capabilities = replace(backend.capabilities, devices=("cuda", "cpu"))
+        plan = backend.plan(Batch.from_lengths([1] * batch, [keys] * batch, page_table=table))
+    assert plan.split.block_n == block_n
+    assert plan.few_keys is (parts is not None)
+    if parts is not None:
+        assert plan.bounds.items == parts
