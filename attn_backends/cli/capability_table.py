@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..capabilities import Capabilities
+from ..conformance.checks import REQUIREMENTS
 from ..conformance.page import Machine, machines, not_run, variant_label
 from ..registry import ATTENTION_BACKENDS
 
@@ -61,7 +62,17 @@ def _run(report: dict[str, Any]) -> str:
     if library is not None:
         named = f"{library['name']} {library['version']}"
         options = f"{named}, {options}" if options else named
+    counts += _share(report)
     return f"{options}: {counts}" if options else counts
+
+
+def _share(report: dict[str, Any]) -> str:
+    """What part of the suite a report is of, unless it is of all."""
+    tried = len(report.get("requirements", REQUIREMENTS))
+    parts = [] if report.get("level", "full") == "full" else [f"level {report['level']}"]
+    if tried < len(REQUIREMENTS):
+        parts.append(f"{tried} of {len(REQUIREMENTS)} requirements")
+    return f" ({', '.join(parts)} only)" if parts else ""
 
 
 def _cells(declared: Capabilities) -> tuple[str, ...]:

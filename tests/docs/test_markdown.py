@@ -71,6 +71,7 @@ def test_capability_table_is_what_backends_declare_and_what_the_last_runs_counte
 
 def test_capability_table_tells_every_run_of_a_backend_and_which_have_none(tmp_path) -> None:
     from attn_backends.cli.capability_table import capability_table
+    from attn_backends.conformance.checks import REQUIREMENTS
 
     folder = tmp_path / "h200"
     folder.mkdir()
@@ -79,15 +80,21 @@ def test_capability_table_tells_every_run_of_a_backend_and_which_have_none(tmp_p
             "backend": "flash_attention", "options": {"version": version},
             "meta": {"gpu": "NVIDIA H200"},
             "counts": {"passed": 7, "refused": 2, "failed": failed, "xfailed": 0},
+            "level": "full" if version == "2" else "smoke",
+            "requirements": {name: {} for name in (REQUIREMENTS if version == "2" else ["core"])},
         }  # fmt: skip
         (folder / f"conformance-fa{version}.json").write_text(json.dumps(report))
     head, _, *rows = capability_table(tmp_path).splitlines()
     assert head.endswith("| conformance on one NVIDIA H200 |")
     last = {row.split("`")[1]: row.rsplit("|", 2)[1].strip() for row in rows}
-    assert last.pop("flash_attention") == (
-        "version 2: 7 passed, 2 refused; version 3: 7 passed, 2 refused, 5 failed"
+    told, *absent = last.pop("flash_attention").split("; version 2, ")
+    assert told == (
+        "version 2: 7 passed, 2 refused; version 3: 7 passed, 2 refused, 5 failed "
+        f"(level smoke, 1 of {len(REQUIREMENTS)} requirements only)"
     )
-    assert set(last.values()) == {"not run"} and len(last) > 4
+    assert len(absent) == 2 and absent[0] == "source package: not run"
+    assert all(part.endswith("not run") for runs in last.values() for part in runs.split("; "))
+    assert len(last) > 4
 
 
 def test_every_promise_of_bits_names_a_test_that_exists() -> None:
