@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from .roofline import GPUS, Gpu
 OURS = ("triton", "cuda", "cascade-triton")
 #: Neither of them: variants, references, and lower bounds.
 ASIDE = (
-    "triton-plain", "cuda-alone", "triton-alone", "torch", "torch_native", "copy", "pairwise",
+    "triton-plain", "triton-invariant", "cuda-alone", "triton-alone", "torch", "torch_native",
+    "copy", "pairwise",
 )  # fmt: skip
 _VARIANTS = ("triton:", "plain-", "cascade-")
 TIMED = "graph_cold"
@@ -184,6 +185,27 @@ def _heads(case: dict[str, Any]) -> str:
     return f"{case['num_heads']}/{case['num_kv_heads']} heads, {width}"
 
 
+def point_labels(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Points in a few words each, with what else tells them apart: heads, width, cache, pages."""
+    traits = [_traits(case) for case in cases]
+    varied = [name for name in ("heads", "keys", "page") if len({t[name] for t in traits}) > 1]
+    return [
+        ", ".join([point_label(case), *filter(None, (t[name] for name in varied))])
+        for case, t in zip(cases, traits)
+    ]
+
+
+def _traits(case: dict[str, Any]) -> dict[str, str]:
+    if "tokens" in case or not _is_attention(case):
+        return {"heads": "", "keys": "", "page": ""}
+    kept, page = case.get("kv_dtype", case.get("dtype", "")), case.get("page_size")
+    return {
+        "heads": _heads(case),
+        "keys": f"{kept} keys" if kept != case.get("dtype", "") else "",
+        "page": f"page {page}" if page else "ragged keys",
+    }
+
+
 def _sweep_title(case: dict[str, Any]) -> str:
     if "tokens" in case:
         layout = ", LSE [H, T]" if case.get("lse_layout") == "head" else ""
@@ -223,10 +245,9 @@ def panels(rows: list[dict[str, Any]], value: str, *, least: int = 3) -> list[Pa
     found.sort(key=lambda panel: -len(panel.labels))
     if rest:
         several = len({_heads(c) for c in rest}) > 1
-        named = several and "tokens" not in rest[0]
-        names = [point_label(c) + (f", {_heads(c)}" if named else "") for c in rest]
         title = "other points" if found else ("" if several else _heads(rest[0]))
-        found.append(Panel(title, tuple(names), _series(rows, rest, value), False))
+        names = tuple(point_labels(rest))
+        found.append(Panel(title, names, _series(rows, rest, value), False))
     return found
 
 
@@ -321,15 +342,15 @@ def ratios(source: Source) -> Ratios | None:
         cases[key] = row["case"]
         times.setdefault(key, {})[row["backend"]] = row["median_us"]
     rivals = dict.fromkeys(name for row in times.values() for name in row if is_rival(name))
-    labels, cells = [], []
+    points, cells = [], []
     for key, row in times.items():
         ours = [row[name] for name in OURS if name in row]
         if ours and any(name in row for name in rivals):
-            labels.append(point_label(cases[key]))
+            points.append(cases[key])
             cells.append(tuple(row[n] / min(ours) if n in row else None for n in rivals))
     if not cells:
         return None
-    return Ratios(source.path.stem, tuple(labels), tuple(rivals), tuple(cells))
+    return Ratios(source.path.stem, tuple(point_labels(points)), tuple(rivals), tuple(cells))
 
 
 __all__ = [
@@ -344,6 +365,7 @@ __all__ = [
     "left_out",
     "panels",
     "point_label",
+    "point_labels",
     "rates",
     "ratios",
     "read",

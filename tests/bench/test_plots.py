@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from attn_backends import InvalidInputError
-from attn_backends.bench import plots
+from attn_backends.bench import gallery_data, plots
 from attn_backends.bench.plots import label_of, plot
 
 pytest.importorskip("matplotlib", reason="plots need the extra [bench]")
@@ -119,3 +119,15 @@ def test_labels_tell_cases_apart() -> None:
         {**ROWS[0]["case"], "prefix": 64, "suffix": 8},
     ]  # fmt: skip
     assert len({label_of(case) for case in cases}) == len(cases)
+
+
+def test_points_that_differ_in_heads_cache_or_pages_are_told_apart() -> None:
+    base = {
+        "batch": 1, "q_len": 1, "kv_len": 8192, "num_heads": 32, "num_kv_heads": 8,
+        "head_dim": 64, "page_size": 16, "dtype": "bf16", "kv_dtype": "bf16",
+    }  # fmt: skip
+    changes = ({}, {"num_heads": 8}, {"kv_dtype": "fp8"}, {"page_size": 1}, {"head_dim": 128})
+    labels = gallery_data.point_labels([{**base, **change} for change in changes])
+    assert len(set(labels)) == len(labels)
+    assert labels[2] == "1 x 8192, 32/8 heads, D 64, fp8 keys, page 16"
+    assert gallery_data.point_labels([base]) == ["1 x 8192"]
