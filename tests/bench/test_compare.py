@@ -117,7 +117,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path, text: str, word: str) -
         read_results(path)
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "extend", "mla", "merge", "host"])
+@pytest.mark.parametrize("name", ["decode", "prefill-plain", "extend", "mla", "merge", "host"])
 def test_published_results_can_be_compared(name: str, tmp_path: Path) -> None:
     old = read_results(RESULTS / f"{name}.json")
     assert compare(old, old).ok
