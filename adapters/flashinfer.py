@@ -149,7 +149,7 @@ class FlashInferBackend(AdapterBackend):
     neither does the library; where it lacks them, two copies are waited for, of the starts and of
     the lengths. ``run`` never waits, except to read a scale that is a tensor when it is first seen.
     ``update`` of a plan with a capacity waits for the copies of the plan before. The conformance
-    suite's ``no_sync`` holds this with the library on a GPU, as the tests do that count waits.
+    suite's ``no_sync`` has held this with the library on a GPU.
     """
 
     name = "flashinfer"

@@ -36,8 +36,8 @@ EQUAL = 1.25
 #: Unequal lengths: pieces of 1.5 times an equal share if that is short, else of 0.7 times.
 SHORT_PIECE, FEW, MANY = 2048, 1.5, 0.7
 #: Keys per multiprocessor that are few: the kernels of the next call then start early, and
-#: ``configs.few_configs`` has tiles for them. More take so long that it costs more to have their
-#: programs dealt out unevenly, beside a merge that still runs (1 x 131072: 149 against 131 us).
+#: ``configs.few_configs`` has tiles for them. With more it was slower (1 x 131072: 149 against 131
+#: us), most likely as programs that start beside a merge are dealt out unevenly.
 FEW_KEYS = 512
 #: The same in programs that are not cut yet: at most one for as many multiprocessors.
 FEW_PROGRAMS = 4

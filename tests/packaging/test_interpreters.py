@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from interpreters import MINORS, fresh, interpreter, run
 
+#: All but the two kernel libraries, of which one is built where it is installed.
+EXTRAS = "all"
 #: What can be imported with nothing but Python.
 BARE = ("attn_backends", "attn_backends.version", "attn_backends.errors",
         "attn_backends.environment", "attn_backends.counters")  # fmt: skip
@@ -55,6 +58,26 @@ def test_wheel_installs_compiles_and_imports_its_torch_free_parts(
     plain = {r.partition(" ")[0].partition(">")[0] for r in found["requires"] if "extra" not in r}
     assert {"torch", "pydantic", "pyyaml"} <= plain
     assert found["error"] == "x=1 (allowed: 2)"
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_pip_finds_a_set_of_packages_for_the_extras(
+    wheel: Path, tmp_path: Path, minor: int
+) -> None:
+    """A dry run: pip settles on versions for this Python, and fetches no more than it must."""
+    python = interpreter(minor)
+    if python is None:
+        pytest.skip(f"this machine has no Python 3.{minor}")
+    inside, report = fresh(tmp_path / "venv", python, wheel), tmp_path / "report.json"
+    pip = [sys.executable, "-m", "pip", "--python", inside, "install", "--quiet", "--dry-run"]
+    asked = [f"{wheel}[{EXTRAS}]", "torch==2.13.0"]
+    done = subprocess.run(
+        [*pip, "--ignore-installed", "--report", report, *asked],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    chosen = {p["metadata"]["name"].lower() for p in json.loads(report.read_text())["install"]}
+    assert {"attn-backends", "typer", "cuda-core", "transformers", "matplotlib"} <= chosen
 
 
 def test_promised_interpreters_are_those_that_are_tried() -> None:
