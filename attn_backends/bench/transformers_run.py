@@ -142,22 +142,31 @@ def tokens(options: argparse.Namespace, ways: list[Route]) -> list[dict[str, Any
     return rows
 
 
-def throughput(options: argparse.Namespace, ways: list[Route]) -> list[dict[str, Any]]:
-    """Rows of new tokens per second, the routes taking turns."""
+def throughput(
+    options: argparse.Namespace, ways: list[Route], deadline: float
+) -> list[dict[str, Any]]:
+    """Rows of new tokens per second, the routes taking turns; none begins that would end late."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = model_of(options, dtype, None)
     prompts = made(options)
     seconds: dict[str, list[float]] = {route.name: [] for route in ways}
+    longest = 0.0
     for turn in range(options.turns + 1):
+        begin = time.monotonic()
+        if begin + 1.2 * longest > deadline:
+            break
         for route in ways if turn % 2 == 0 else ways[::-1]:
             taken, _ = generate(model, route, prompts, options.new, options.device)
             if turn:  # the first one warms up
                 seconds[route.name].append(taken)
+        longest = max(longest if turn > 1 else 0.0, time.monotonic() - begin)
     workload = f"{options.requests} requests, {options.prompt} + {options.new} tokens"
     case = {"model": NAMES[options.device], "dtype": str(dtype).removeprefix("torch."),
             "workload": workload}  # fmt: skip
     rows = []
     for name, times in seconds.items():
+        if not times:
+            continue
         ratios = [a / b for a, b in zip(seconds[REFERENCE], times)]
         rows.append({
             "bench": "transformers_throughput", "case": case, "backend": name,
@@ -182,8 +191,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--json", help="results file to write")
     options = parser.parse_args(argv)
+    deadline = time.monotonic() + options.limit
     on_gpu = options.device == "cuda"
     ways = routes(options.backend or ("triton" if on_gpu else "torch_native"), on_gpu)
     asked = len(ways)
@@ -192,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{row['backend']}: {row['equal_sequences']} of {row['sequences']} as {REFERENCE}",
               flush=True)  # fmt: skip
     save(options.json, MODULE, rows)
-    more = throughput(options, ways)
+    more = throughput(options, ways, deadline)
     for row in more:
         spread_of = f"{row['slowest']:.0f}..{row['fastest']:.0f}"
         print(f"{row['backend']}: {row['tokens_per_s']:.0f} new tokens/s ({spread_of}), "
