@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .serving import OURS, Engine, Note
+from .serving_truth import Judged, Step, score
 
 LOGPROBS = 8
 NEW_TOKENS = 64
@@ -24,7 +25,6 @@ NEW_TOKENS = 64
 RESUMES = 40
 
 Answer = dict[str, Any]
-Step = dict[str, float]  # log-probability by token, of the best few
 
 
 @dataclass
@@ -36,15 +36,19 @@ class Compared:
         parted: The gaps of those steps at which the engine chose otherwise.
         moved: How far the engine moved the gap of a step, where it saw both tokens.
         drift: How far log-probabilities of the reference's tokens lie apart.
+        judged: The same steps beside float32, if it was asked.
     """
 
     gaps: list[float] = field(default_factory=list)
     parted: list[float] = field(default_factory=list)
     moved: list[float] = field(default_factory=list)
     drift: list[float] = field(default_factory=list)
+    judged: Judged = field(default_factory=Judged)
 
-    def add(self, wanted: int, chosen: int, reference: Step, own: Step) -> None:
-        """One step: the reference's token, the engine's, and what both thought of them."""
+    def add(
+        self, wanted: int, chosen: int, reference: Step, own: Step, true: Step | None = None
+    ) -> None:
+        """One step: the reference's token, the engine's, and what was thought of them."""
         gap = gap_of(wanted, reference)
         self.gaps.append(gap)
         second = runner_up(wanted, reference)
@@ -52,6 +56,8 @@ class Compared:
             self.drift.append(abs(reference[str(wanted)] - own[str(wanted)]))
             if second in own:
                 self.moved.append(abs(gap - (own[str(wanted)] - own[second])))
+        if true is not None:
+            self.judged.add(chosen, (str(wanted), second), own, true)
         if chosen != wanted:
             # How much worse the reference thinks of what was chosen; at least its lead.
             self.parted.append(
@@ -112,6 +118,7 @@ def same_text(
     reference: Answer,
     first: Answer,
     times: Times,
+    truth: list[list[Step]] | None = None,
 ) -> Compared:
     """Compare every step under the reference's text.
 
@@ -121,6 +128,7 @@ def same_text(
         reference: The reference's tokens and log-probabilities for them.
         first: The engine's own.
         times: When no sequence is resumed any more, whose other steps are then left out.
+        truth: What float32 thinks of the reference's text.
 
     Returns:
         All steps that were compared.
@@ -138,7 +146,8 @@ def same_text(
             upto = len(wanted) if apart is None else apart + 1
             for j in range(upto):
                 theirs = reference["logprobs"][i][at[i] + j]
-                compared.add(wanted[j], tokens[j], theirs, steps[j])
+                true = None if truth is None else truth[i][at[i] + j]
+                compared.add(wanted[j], tokens[j], theirs, steps[j], true)
             if upto < len(wanted):
                 resumed[i] = at[i] + upto
         if not resumed or time.monotonic() > times.until:
@@ -174,7 +183,12 @@ class Times:
 
 
 def agreement(
-    bench: str, engines: list[Engine], prompts: list[list[int]], times: Times, note: Note
+    bench: str,
+    engines: list[Engine],
+    prompts: list[list[int]],
+    times: Times,
+    note: Note,
+    scorer: Engine | None = None,
 ) -> None:
     """Every engine of a model and dtype against the first, and the first against itself.
 
@@ -188,6 +202,7 @@ def agreement(
         prompts: Token ids.
         times: When to stop.
         note: Takes rows.
+        scorer: Transformers in float32 with the same weights, to judge every step by.
     """
     if not engines:
         return
@@ -196,12 +211,16 @@ def agreement(
     reference = chief.ask(command, times.late)
     if reference is None:
         return
+    truth = None
+    if scorer is not None:
+        truth = score(scorer, prompts, reference, chief.dtype, times.late)
+    own = _itself(reference, truth)
     for engine in [*engines[1:], chief]:
         again = engine is chief
         answer = (_turned if again else _plain)(engine, command, times.late)
         if answer is None:
             continue
-        compared = same_text(engine, prompts, reference, answer, times)
+        compared = same_text(engine, prompts, reference, answer, times, truth)
         found.append(compared)
         rows.append(
             {
@@ -213,12 +232,22 @@ def agreement(
                 "prompt_tokens": sum(map(len, prompts)),
                 **whole_sequences(reference, answer),
                 **compared.facts(),
+                **({"float32": compared.judged.facts(), "reference_float32": own} if own else {}),
                 **{f"steps_{kind}": n for kind, n in answer.get("steps", {}).items()},
             }
         )
         note(rows[-1:])
     decide(rows, found)
     note(rows)
+
+
+def _itself(reference: Answer, truth: list[list[Step]] | None) -> dict[str, Any]:
+    """The reference's own choices beside float32; nothing if that was not asked."""
+    judged = Judged()
+    for tokens, steps, text in zip(reference["tokens"], reference["logprobs"], truth or ()):
+        for token, step, true in zip(tokens, steps, text):
+            judged.add(token, (str(token), runner_up(token, step)), step, true)
+    return judged.facts() if truth is not None else {}
 
 
 def decide(rows: list[dict[str, Any]], found: list[Compared]) -> None:

@@ -4,8 +4,9 @@
 
 Every engine is SGLang with its radix cache, chunked prefill and CUDA graphs of decode, all on the
 same GPU. Correctness first, ``serving_tokens``: greedy tokens of 64 prompts with shared prefixes,
-as they come and step by step under the same text. Then throughput, ``serving_rates``: the engines
-take turns, and are compared within a turn.
+as they come and step by step under the same text, which transformers reads in float32 too,
+``serving_truth``. Then throughput, ``serving_rates``: the engines take turns, and are compared
+within a turn.
 """
 
 from __future__ import annotations
@@ -130,6 +131,21 @@ def start(
     return Engine(backend, model, options.dtype, process, log)
 
 
+def start_scorer(model: Model, folder: Path, logs: Path) -> Engine:
+    """Start transformers in float32 over the same weights, for what SGLang itself cannot say."""
+    log = logs / f"{folder.name}-scorer.log"
+    settings = json.dumps({"model": str(folder), "dtype": "float32"})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "attn_backends.bench.transformers_engine", settings, str(log)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    return Engine("sdpa of transformers", model, "float32", process, log)
+
+
 def stop(engine: Engine) -> None:
     """End a worker and the processes that SGLang started from it."""
     try:
@@ -149,6 +165,7 @@ def serve(
         start(each, model, folder, work, options) for each in (REFERENCE[options.device], OURS)
     ]
     started: dict[str, Any] = {}
+    others: list[Engine] = []
 
     def told(rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -163,18 +180,23 @@ def serve(
             prompts = tokenized(smollm2_folder(options.gguf, folder))
         prompts = prompts[: options.prompts] if options.prompts else prompts
         (folder / READY).touch()
-        started = wait_for(engines, lambda each: f"{name} {each.dtype} {each.backend}", deadline)
+        scorer = start_scorer(model, folder, work) if options.device == "cuda" else None
+        others = [scorer] if scorer is not None else []
+        started = wait_for(
+            [*engines, *others], lambda each: f"{name} {each.dtype} {each.backend}", deadline
+        )
         if all(each.ready for each in engines):
             now = time.monotonic()
             times = Times(now + (deadline - now) / 2, deadline, options.patience)
-            agreement("sglang_tokens", engines, prompts, times, told)
+            judge = scorer if scorer is not None and scorer.ready else None
+            agreement("sglang_tokens", engines, prompts, times, told, judge)
             if options.turns:
                 chosen = options.workloads.split(",") if options.workloads else None
                 turns = options.turns
                 rows = throughput("sglang_throughput", engines, prompts, turns, deadline, chosen)
                 told(rows)
     finally:
-        for each in engines:
+        for each in [*engines, *others]:
             stop(each)
     return started
 

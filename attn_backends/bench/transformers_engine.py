@@ -1,10 +1,12 @@
 """transformers with its own ``sdpa``, driven line by line: a reference for engines in float32.
 
-Answers the commands of ``vllm_engine``. All prompts of a command make one padded batch.
+Answers the commands of ``vllm_engine``, all prompts of a command in one padded batch; and scores
+texts that others have written.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -15,6 +17,9 @@ from typing import Any
 import torch
 
 from .serving import undisturbed
+
+#: Texts scored at a time, and how many of its own best tokens float32 adds to those asked for.
+AT_ONCE, OWN = 8, 4
 
 
 def build(options: dict[str, Any]) -> Any:
@@ -61,6 +66,58 @@ def generate(model: Any, command: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def rounded(model: Any, dtype: str) -> Any:
+    """The model with its weights as a narrower dtype has them, still computing in its own."""
+    if dtype == str(model.dtype).removeprefix("torch."):
+        return model
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.copy_(weight.to(getattr(torch, dtype)))
+    return other
+
+
+@torch.inference_mode()
+def score(model: Any, command: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities at the last ``counts`` steps of texts: of ``among``, and the own best."""
+    model = rounded(model, command["weights"])
+    found: list[list[dict[str, float]]] = []
+    start = time.perf_counter()
+    for i in range(0, len(command["score"]), AT_ONCE):
+        texts, counts, among = (
+            command[name][i : i + AT_ONCE] for name in ("score", "counts", "among")
+        )
+        # What the last token leads to is not asked for.
+        width, most = max(map(len, texts)) - 1, max(counts)
+        ids = torch.zeros((len(texts), width), dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(texts):
+            ids[row, width - len(text) + 1 :] = torch.tensor(text[:-1])
+            mask[row, width - len(text) + 1 :] = 1
+        places = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(
+            ids.to(model.device), attention_mask=mask.to(model.device),
+            position_ids=places.to(model.device), logits_to_keep=most, use_cache=False,
+        ).logits  # fmt: skip
+        scores = torch.log_softmax(logits.double(), dim=-1)
+        best = scores.topk(OWN).indices
+        for row, (count, steps) in enumerate(zip(counts, among)):
+            text_scores = scores[row, most - count :]
+            asked = torch.tensor(_filled(steps), device=scores.device)
+            asked = torch.cat([asked, best[row, most - count :]], dim=1)
+            values = text_scores.gather(1, asked)
+            found.append(
+                [dict(zip(map(str, t), v)) for t, v in zip(asked.tolist(), values.tolist())]
+            )
+    return {"logprobs": found, "seconds": time.perf_counter() - start}
+
+
+def _filled(steps: list[list[int]]) -> list[list[int]]:
+    """As many tokens at every step, by asking for the first one again."""
+    most = max(map(len, steps))
+    return [[*step, *step[:1] * (most - len(step))] for step in steps]
+
+
 def main() -> int:
     """Entry point: ``transformers_engine OPTIONS_JSON LOG``."""
     options, log = json.loads(sys.argv[1]), Path(sys.argv[2])
@@ -75,7 +132,9 @@ def main() -> int:
     ready = {"ready": time.perf_counter() - start, "version": transformers.__version__}
     answers.write(json.dumps(ready) + "\n")
     for line in sys.stdin:
-        answers.write(json.dumps(generate(model, json.loads(line))) + "\n")
+        command = json.loads(line)
+        answer = score(model, command) if "score" in command else generate(model, command)
+        answers.write(json.dumps(answer) + "\n")
     return 0
 
 

@@ -4,7 +4,8 @@
 
 Every engine is a process of its own on the same GPU, with prefix caching, chunked prefill and CUDA
 graphs of decode. Correctness first, ``serving_tokens``: greedy tokens of 64 prompts with shared
-prefixes, as they come and step by step under the same text. Then throughput, ``serving_rates``: the
+prefixes, as they come and step by step under the same text; of a real model also beside float32,
+``serving_truth``. Then throughput, ``serving_rates``: the
 engines take turns, and are compared within a turn.
 """
 
@@ -75,7 +76,7 @@ MODELS = {
         49152,
         {},
         {
-            "float32": (TRANSFORMERS, OURS, "TRITON_ATTN"),
+            "float32": (TRANSFORMERS, OURS),
             "bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS),
             "float16": ("FLASH_ATTN", OURS),
         },
@@ -99,7 +100,7 @@ def start(
         "backend": backend,
         "ours": backend == OURS,
         "dtype": dtype,
-        "compile": dtype in model.compiled,
+        "compile": args.compile and dtype in model.compiled,
         "capture": CAPTURE if args.graphs else [],
         "max_model_len": 2048,
         "kv_bytes": (6 if model.config else 3) << 30,
@@ -148,13 +149,16 @@ def serve(
             dtype: [each for each in engines if each.dtype == dtype and each.ready]
             for dtype in asked
         }
-        for i, up in enumerate(by_dtype.values()):
+        judge = [each for each in by_dtype.get("float32", []) if each.backend == TRANSFORMERS]
+        for i, (dtype, up) in enumerate(by_dtype.items()):
             now = time.monotonic()
             until = now + (deadline - now) / (2 * (len(asked) - i))
             times = Times(until, deadline, options.patience)
-            agreement("vllm_tokens", up, prompts, times, note)
+            scorer = judge[0] if judge and dtype != "float32" else None
+            agreement("vllm_tokens", up, prompts, times, note, scorer)
         for dtype in set(asked) & set(model.compiled):
-            up = by_dtype[dtype]
+            timed = options.timed.split(",") if options.timed else model.runs[dtype]
+            up = [each for each in by_dtype[dtype] if each.backend in timed]
             if up and options.turns:
                 note(throughput("vllm_throughput", up, prompts, options.turns, deadline))
     finally:
@@ -171,6 +175,8 @@ def main() -> int:
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--turns", type=int, default=12, help="of throughput; 0 leaves it out")
+    parser.add_argument("--timed", help="backends whose throughput is measured; default: all")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="eager layers")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="eager decode")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds for one answer")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.bench import serving, serving_rates, serving_tokens, vllm_run
+from attn_backends.bench import serving, serving_rates, serving_tokens, serving_truth, vllm_run
 from attn_backends.bench.tables import table
 
 SOON = 60.0
@@ -40,7 +40,8 @@ class Fake:
 
     def __init__(self, backend: str, other: dict[int, int] | None = None, moved: float = 0.0):
         self.backend, self.other, self.moved = backend, other or {}, moved
-        self.case = {"model": "made", "dtype": "float32"}
+        self.dtype = "bfloat16"
+        self.case = {"model": "made", "dtype": self.dtype}
         self.model = vllm_run.MODELS["smollm2"]
         self.asked: list[dict[str, Any]] = []
 
@@ -68,14 +69,16 @@ def agree(*engines: Fake) -> list[dict[str, Any]]:
     return noted(engines, prompts, serving_tokens.Times(soon, soon))
 
 
-def noted(engines: Any, prompts: list[list[int]], times: serving_tokens.Times) -> list[Any]:
+def noted(
+    engines: Any, prompts: list[list[int]], times: serving_tokens.Times, scorer: Any = None
+) -> list[Any]:
     """Rows in the order they were first noted; the reference against itself goes first."""
     rows: list[dict[str, Any]] = []
 
     def note(more: list[dict[str, Any]]) -> None:
         rows.extend(row for row in more if not any(row is known for known in rows))
 
-    serving_tokens.agreement("tokens", list(engines), prompts, times, note)
+    serving_tokens.agreement("tokens", list(engines), prompts, times, note, scorer)
     return rows[-1:] + rows[:-1]
 
 
@@ -114,6 +117,35 @@ def test_a_choice_beyond_the_noise_of_the_engines_own_backends_is_told() -> None
 def test_a_token_that_the_reference_did_not_think_of_is_counted_apart() -> None:
     row = agree(Fake("THEIRS"), Fake("attn_backends", other={1005: 7}))[1]
     assert row["beyond_top"] == 1 and row["max_gap"] == 0.0 and row["decided_parted"] == 1
+
+
+class Scorer:
+    """Float32 whose best token is always one more than the last; another is so much worse."""
+
+    def ask(self, command: dict[str, Any], deadline: float) -> dict[str, Any]:
+        assert command["weights"] == "bfloat16"
+        found = []
+        for text, count, among in zip(command["score"], command["counts"], command["among"]):
+            steps = []
+            for token, asked in zip(text[-count:], among):
+                steps.append({str(t): -4.0 for t in asked} | {str(token): -0.5})
+                steps[-1][str(token + 1)] = -0.625
+            found.append(steps)
+        return {"logprobs": found}
+
+
+def test_choices_and_gaps_are_judged_by_float32() -> None:
+    ours = Fake("attn_backends", other={102: 104, 1005: 7}, moved=0.0625)
+    soon = serving_tokens.Times(time.monotonic() + SOON, time.monotonic() + SOON)
+    rows = noted([Fake("THEIRS"), ours], [[100], [1000]], soon, Scorer())
+    reference, found = rows[1]["reference_float32"], rows[1]["float32"]
+    assert reference["steps"] == found["steps"] == 128 and reference["other_choice"] == 0
+    assert (found["other_choice"], found["beyond_asked"]) == (2, 1)
+    assert found["given_up_max"] == found["given_up_median"] == 0.125
+    assert reference["gap_error_max"] == reference["gap_error_median"] == 0.125
+    assert found["gap_error_max"] == pytest.approx(0.0625)
+    assert rows[0]["float32"]["other_choice"] == 0
+    assert "float32" not in agree(Fake("THEIRS"), ours)[1]
 
 
 def test_an_engine_that_does_not_answer_again_leaves_its_steps_out() -> None:
@@ -267,7 +299,16 @@ def test_transformers_answers_as_an_engine(tmp_path: Path) -> None:
     assert engine.ask(None, soon)["version"] == transformers.__version__
     prompts = [[5, 6, 7, 8], [9], [10, 11]]
     answer = engine.ask({"prompts": prompts, "max_tokens": [3, 5, 2], "logprobs": 4}, soon)
+    scored = serving_truth.score(engine, prompts, answer, "float32", soon)
+    coarse = serving_truth.score(engine, prompts, answer, "bfloat16", soon)
     engine.stop()
+    assert scored is not None and coarse is not None
+    # A text that is read at once has the scores it was written with; other weights have others.
+    for steps, texts, others in zip(answer["logprobs"], scored, coarse):
+        for step, text, other in zip(steps, texts, others, strict=True):
+            assert {t: text[t] for t in step} == pytest.approx(step, abs=1e-5)
+            assert {t: other[t] for t in step} == pytest.approx(step, abs=0.05)
+            assert {t: other[t] for t in step} != pytest.approx(step, abs=1e-5)
     for prompt, count, tokens, steps in zip(
         prompts, (3, 5, 2), answer["tokens"], answer["logprobs"]
     ):
