@@ -187,7 +187,8 @@ def serve(
         )
         if all(each.ready for each in engines):
             now = time.monotonic()
-            times = Times(now + (deadline - now) / 2, deadline, options.patience)
+            until = now + (deadline - now) * options.share
+            times = Times(until, deadline, options.patience)
             judge = scorer if scorer is not None and scorer.ready else None
             agreement("sglang_tokens", engines, prompts, times, told, judge)
             if options.turns:
@@ -218,6 +219,7 @@ def main() -> int:
     parser.add_argument("--workloads", help="of prefill, decode, long decode, mixed; default: all")
     parser.add_argument("--capture", default=CAPTURE, help="batch sizes of decode graphs")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds for one answer")
+    parser.add_argument("--share", type=float, default=0.5, help="of the time, for the same text")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")

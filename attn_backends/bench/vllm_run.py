@@ -152,7 +152,7 @@ def serve(
         judge = [each for each in by_dtype.get("float32", []) if each.backend == TRANSFORMERS]
         for i, (dtype, up) in enumerate(by_dtype.items()):
             now = time.monotonic()
-            until = now + (deadline - now) / (2 * (len(asked) - i))
+            until = now + (deadline - now) * options.share / (len(asked) - i)
             times = Times(until, deadline, options.patience)
             scorer = judge[0] if judge and dtype != "float32" else None
             agreement("vllm_tokens", up, prompts, times, note, scorer)
@@ -179,6 +179,7 @@ def main() -> int:
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="eager layers")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="eager decode")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds for one answer")
+    parser.add_argument("--share", type=float, default=0.5, help="of the time, for the same text")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")
