@@ -12,14 +12,14 @@ from ..backend import AttentionBackend, BackendOptions, RunExtras
 from ..batch import Batch
 from ..capacity import Capacity
 from ..errors import UnsupportedCallError
-from ..layouts import empty, guard
+from ..layouts import guard
 from ..output import AttentionOutput
 from ..packages import installed_version
 from ..plan import Plan
 from .arrange import Arrangement
 
-#: Computes q, k, v that need no preparation, and writes to the output if there is one.
-DirectCall = Callable[[torch.Tensor, torch.Tensor, Any, Any], AttentionOutput]
+#: ``attend(q, k, v, out=None)`` of tensors that need no preparation: the library, and little else.
+Attend = Callable[..., AttentionOutput]
 
 #: Layouts that a plan learns; layers that keep changing them take the ordinary way.
 _MOST_LAYOUTS = 8
@@ -30,35 +30,57 @@ def _never(*tensors: Any) -> bool:
     return False
 
 
-class Repeat:
+def state_of(
+    o: torch.Tensor, lse: torch.Tensor, out: AttentionOutput | None = None
+) -> AttentionOutput:
+    """What a library gave, copied to ``out`` if there is one."""
+    if out is None:
+        return _new(AttentionOutput, (o, lse))
+    out.o.copy_(o)
+    out.lse.copy_(lse)
+    return out
+
+
+def repeat_of(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    out: AttentionOutput | None,
+    attend: Attend,
+) -> Callable[..., AttentionOutput | None]:
     """A run with tensors laid out as before: one comparison, and then the library.
+
+    It runs between two calls of foreign code that leave nothing of ours in the processor's caches,
+    so that every name and every frame counts.
 
     Args:
         q: Queries of the run before.
         k: Keys.
         v: Values, or None.
         out: Outputs, if the caller gave them.
-        call: What computes tensors like these.
+        attend: What computes tensors like these.
+
+    Returns:
+        ``repeat(q, k, v, extras, out)``; None is its answer to tensors that need the ordinary way,
+        with its checks.
     """
+    known = [x for x in (q, k, v, *(out or ())) if x is not None]
+    fits = guard(*known) or _never
+    index = q.device.index if q.device.type == "cuda" else None
+    current = driver.current_device
+    given, without_v = out is not None, v is None
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        out: AttentionOutput | None,
-        call: DirectCall,
-    ) -> None:
-        self._call = call
-        self._given, self._without_v = out is not None, v is None
-        self._index = q.device.index if q.device.type == "cuda" else None
-        self._fits = guard(*[x for x in (q, k, v, *(out or ())) if x is not None]) or _never
-
-    def __call__(self, q: Any, k: Any, v: Any, extras: Any, out: Any) -> AttentionOutput | None:
-        """Run on these tensors; None if they need the ordinary way, with its checks."""
-        if extras is not None or (v is None) is not self._without_v:
+    def fresh(q: Any, k: Any, v: Any, extras: Any, out: Any) -> AttentionOutput | None:
+        if extras is not None or out is not None or not fits(q, k, v):
             return None
-        if (out is not None) is not self._given:
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+            return None
+        if index is not None and current() != index:
+            return None
+        return attend(q, k, v)
+
+    def any_kind(q: Any, k: Any, v: Any, extras: Any, out: Any) -> AttentionOutput | None:
+        if extras is not None or (v is None) is not without_v or (out is not None) is not given:
             return None
         tensors = (q, k) if v is None else (q, k, v)
         if out is not None:
@@ -67,13 +89,15 @@ class Repeat:
                 tensors = (*tensors, *out)
             except TypeError:  # the checks will name it
                 return None
-        if not self._fits(*tensors):
+        if not fits(*tensors):
             return None
         if (q.data_ptr() | k.data_ptr() | (0 if v is None else v.data_ptr())) & 15:
             return None
-        if self._index is not None and driver.current_device() != self._index:
+        if index is not None and current() != index:
             return None
-        return self._call(q, k, v, out)
+        return attend(q, k, v, out)
+
+    return any_kind if given or without_v else fresh
 
 
 class AdapterPlan(Plan):
@@ -82,16 +106,6 @@ class AdapterPlan(Plan):
     work: Arrangement
     _learned = 0
 
-    def outputs(self, q: torch.Tensor) -> AttentionOutput:
-        """Uninitialised outputs for rows ``q [T', H, D]``, which are on the current device."""
-        spec, (rows, heads) = self.spec, q.shape[:2]
-        if q.device.type != "cuda":
-            o = torch.empty(rows, heads, spec.dv, dtype=spec.out_dtype, device=q.device)
-            return AttentionOutput(o, torch.empty(rows, heads, device=q.device))
-        index, shape = q.device.index, (rows, heads, spec.dv)
-        o = empty(shape, (heads * spec.dv, spec.dv, 1), spec.out_dtype, index)
-        return AttentionOutput(o, empty((rows, heads), (heads, 1), torch.float32, index))
-
     def learn(
         self,
         q: torch.Tensor,
@@ -99,9 +113,9 @@ class AdapterPlan(Plan):
         v: torch.Tensor | None,
         extras: RunExtras,
         out: AttentionOutput | None,
-        call: DirectCall,
+        attend: Attend,
     ) -> None:
-        """Keep a run that was made, if it needed nothing but ``call``.
+        """Keep a run that was made, if it needed nothing but ``attend``.
 
         Args:
             q: Queries as the caller gave them.
@@ -109,7 +123,7 @@ class AdapterPlan(Plan):
             v: Values, or None.
             extras: The optional inputs.
             out: Outputs, if given.
-            call: What computes q, k, v as they are; the caller knows that they need no copy.
+            attend: What computes q, k, v as they are; the caller knows that they need no copy.
         """
         work = self.work
         whole = work.rows is None and work.empty is None and q.shape[0] == work.batch.total_q
@@ -117,7 +131,7 @@ class AdapterPlan(Plan):
             return
         if self._learned < _MOST_LAYOUTS and all(x is None for x in extras):
             self._learned += 1
-            self.repeat = Repeat(q, k, v, out, call)
+            self.repeat = repeat_of(q, k, v, out, attend)
 
 
 class AdapterBackend(AttentionBackend):
@@ -163,4 +177,4 @@ class AdapterBackend(AttentionBackend):
         return super().plan(batch, capacity)
 
 
-__all__ = ["AdapterBackend", "AdapterPlan", "DirectCall", "Repeat"]
+__all__ = ["AdapterBackend", "AdapterPlan", "Attend", "repeat_of", "state_of"]

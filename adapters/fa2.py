@@ -20,7 +20,6 @@ What its kernels promise, and what is done about it here:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +29,16 @@ from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
 from ..errors import Reason
+from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..spec import AttentionSpec
+from .adapter import Attend, state_of
 from .arrange import Arrangement, arrange, token_positions, with_host_lengths
 from .flash_build import (
     FlashBuild,
     FlashCall,
     aligned_tensors,
+    by_token,
     kernel_scale,
     padded_dims_reasons,
     round_up,
@@ -133,8 +135,9 @@ class FlashAttention2(FlashBuild):
         width = round_up(max(spec.head_dim, spec.dv), 8)
         window, max_k = safe_bounds(spec, batch.max_seqlen_q, batch.max_seqlen_k)
         dense = DenseKeysOfPlan(work, spec)
-        varlen = self._varlen(spec)
+        varlen, scores = self._varlen(spec)
         fixed = dict(
+            scores,
             cu_seqlens_q=batch.cu_seqlens_q,
             max_seqlen_q=max(batch.max_seqlen_q, 2),
             max_seqlen_k=max_k,
@@ -145,21 +148,18 @@ class FlashAttention2(FlashBuild):
             keys = dense.of(k)
             return tuple(aligned(widen(x, width)) for x in (q, keys.take(k), keys.take(v)))
 
-        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v = ready
+        def library(extras: RunExtras) -> Attend:
             slopes = extras.alibi_slopes
-            o, lse = varlen(q=q, k=k, v=v, cu_seqlens_k=dense.starts, alibi_slopes=slopes, **fixed)[
-                :2
-            ]
-            return o, lse.transpose(0, 1)  # lse [H, T]
+            return by_token(varlen, cu_seqlens_k=dense.starts, alibi_slopes=slopes, **fixed)
 
         return FlashCall(tensors, library, spec.dv)
 
     def _paged(self, work: Arrangement, spec: AttentionSpec) -> FlashCall:
         batch = work.batch
         window, max_k = safe_bounds(spec, batch.max_seqlen_q, batch.max_seqlen_k)
-        varlen = self._varlen(spec)
+        varlen, scores = self._varlen(spec)
         fixed = dict(
+            scores,
             block_table=batch.page_table,
             max_seqlen_q=max(batch.max_seqlen_q, 2),
             max_seqlen_k=max_k,
@@ -167,10 +167,8 @@ class FlashAttention2(FlashBuild):
             **self._paged_lengths(batch),
         )
 
-        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v = ready
-            o, lse = varlen(q=q, k=k, v=v, alibi_slopes=extras.alibi_slopes, **fixed)[:2]
-            return o, lse.transpose(0, 1)  # lse [H, T]
+        def library(extras: RunExtras) -> Attend:
+            return by_token(varlen, alibi_slopes=extras.alibi_slopes, **fixed)
 
         return FlashCall(aligned_tensors, library, spec.dv)
 
@@ -180,24 +178,29 @@ class FlashAttention2(FlashBuild):
         room = page_width(batch, page_size)
         window, needed = safe_bounds(spec, 1, room)
         table = wide_enough(batch.page_table, page_size, needed)
-        function = partial(
-            self.module.flash_attn_with_kvcache,
+        function = self.module.flash_attn_with_kvcache
+        fixed = dict(
+            _scores(spec),
             cache_seqlens=batch.seqlens_k,
             block_table=table,
             window_size=window,
             num_splits=1 if spec.batch_invariant else options.num_splits,
             return_softmax_lse=True,
-            **_scores(spec),
         )
 
-        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v = ready[:3]
-            slopes = extras.alibi_slopes
-            o, lse = function(q=q.unsqueeze(1), k_cache=k, v_cache=v, alibi_slopes=slopes)[:2]
-            o, lse = o.squeeze(1), lse.squeeze(2)  # lse [B, H, 1]
-            if len(ready) > 3:
-                o, lse = o.index_select(0, ready[3]), lse.index_select(0, ready[3])
-            return o, lse
+        def library(extras: RunExtras, sequence: torch.Tensor | None = None) -> Attend:
+            given = dict(fixed, alibi_slopes=extras.alibi_slopes)
+
+            def attend(
+                q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any = None
+            ) -> AttentionOutput:
+                found = function(q=q.unsqueeze(1), k_cache=k, v_cache=v, **given)
+                o, lse = found[0].squeeze(1), found[1].squeeze(2)  # lse [B, H, 1]
+                if sequence is not None:
+                    o, lse = o.index_select(0, sequence), lse.index_select(0, sequence)
+                return state_of(o, lse, out)
+
+            return attend
 
         def by_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
             """A query for every sequence, also those that have none, and each row's sequence."""
@@ -207,10 +210,9 @@ class FlashAttention2(FlashBuild):
 
         return FlashCall(by_sequence if work.replayed else aligned_tensors, library, spec.dv)
 
-    def _varlen(self, spec: AttentionSpec) -> Callable[..., Any]:
-        """The varlen entry point, with what the spec fixes; returns o and the LSE first."""
-        function = self.module.flash_attn_varlen_func
-        return partial(function, return_attn_probs=True, **_scores(spec))
+    def _varlen(self, spec: AttentionSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The varlen entry point, which gives o and the LSE first, and what the spec fixes."""
+        return self.module.flash_attn_varlen_func, dict(_scores(spec), return_attn_probs=True)
 
     def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Lengths come from the running sum; with pages it says nothing about places."""
@@ -254,9 +256,9 @@ class VllmFlashAttention2(FlashAttention2):
         dense = self.takes_dense_keys(spec, options)
         return self._ragged(work, spec) if dense else self._paged(work, spec)
 
-    def _varlen(self, spec: AttentionSpec) -> Callable[..., Any]:
-        function = self.module.flash_attn_varlen_func
-        return partial(function, return_softmax_lse=True, fa_version=2, **_scores(spec))
+    def _varlen(self, spec: AttentionSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+        fixed = dict(_scores(spec), return_softmax_lse=True, fa_version=2)
+        return self.module.flash_attn_varlen_func, fixed
 
     def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"cu_seqlens_q": batch.cu_seqlens_q, "seqused_k": batch.seqlens_k}

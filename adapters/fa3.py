@@ -15,6 +15,7 @@ What its kernels promise, and what is done about it here:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from ..capabilities import Capabilities, IntSet
 from ..errors import Reason, UnsupportedCallError
 from ..packages import Probe, probe
 from ..spec import FP8_DTYPES, AttentionSpec
+from .adapter import Attend
 from .arrange import Arrangement
 from .fa2 import vllm_reasons, vllm_release
 from .flash_build import (
     FlashBuild,
     FlashCall,
+    by_token,
+    by_token_cached,
     kernel_scale,
     padded_dims_reasons,
     round_up,
@@ -56,8 +60,8 @@ _CAPABILITIES = Capabilities(
     ),
 )
 
-#: ``(q, k, v, **what differs from run to run)`` gives the output and the LSE first.
-Entry = Callable[..., Any]
+#: Makes what attends of all arguments but q, k and v; and those that a plan fixes.
+Entry = tuple[Callable[..., Attend], dict[str, Any]]
 
 #: Keys per tile that a head dim may get, for 16-bit and for fp8 inputs, by compiled width.
 _TILES = {64: (128, 160, 192), 96: (128, 144), 128: (128, 176), 192: (96, 112, 128), 256: (64, 80)}
@@ -77,6 +81,8 @@ class FlashAttention3(FlashBuild):
     """The module ``flash_attn_interface``: upstream's ``hopper`` build and third-party wheels."""
 
     version = 3
+    #: What the latent part of MLA's queries is called.
+    latent_name = "qv"
     package = "flash_attn_interface"
     install = "pip install tokenspeed-fa3, or build the hopper folder of flash-attention"
     capabilities = _CAPABILITIES
@@ -206,7 +212,7 @@ class FlashAttention3(FlashBuild):
         scales = FixedScales(batch.num_seqs, spec.num_kv_heads, batch.device)
         dense = DenseKeysOfPlan(work, spec)
 
-        entry = self._paged(work, common) if paged else self._ragged(work, common)
+        entry, fixed = self._paged(work, common) if paged else self._ragged(work, common)
 
         def tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
             latent: Tensors = ()
@@ -218,17 +224,16 @@ class FlashAttention3(FlashBuild):
                 q, k, v = widen(q, d), widen(keys.take(k), d), widen(keys.take(v), dv)
             return (aligned(q), aligned(k), aligned(v), *latent)
 
-        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
+        def library(extras: RunExtras, *latent: torch.Tensor) -> Attend:
             more: dict[str, torch.Tensor | None] = {}
             if mla:
-                more["qv"] = ready[3]
+                more[self.latent_name] = latent[0]
             if fp8:
                 more["k_descale"] = scales.of("k", extras.k_scale)
                 more["v_descale"] = scales.of("v", extras.v_scale)
             if not paged:
                 more["cu_seqlens_k"] = dense.starts
-            result = entry(*ready[:3], **more)
-            return result[0], result[1].transpose(0, 1)  # lse [H, T]
+            return entry(**fixed, **more)
 
         return FlashCall(tensors, library, spec.dv)
 
@@ -237,25 +242,24 @@ class FlashAttention3(FlashBuild):
 
     def _ragged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
         """The entry point for keys back to back, with everything that a plan fixes."""
-        function = self.module.flash_attn_varlen_func
         fixed = dict(common, max_seqlen_k=max(work.batch.max_seqlen_k, 1), return_attn_probs=True)
-        return lambda q, k, v, **more: function(q=q, k=k, v=v, **fixed, **more)
+        return partial(by_token, self.module.flash_attn_varlen_func), fixed
 
     def _paged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
         """The entry point for pages, with everything that a plan fixes."""
-        function = self.module.flash_attn_with_kvcache
         fixed = dict(
             common,
             cache_seqlens=work.batch.seqlens_k,
             page_table=work.batch.page_table,
             return_softmax_lse=True,
         )
-        return lambda q, k, v, **more: function(q=q, k_cache=k, v_cache=v, **fixed, **more)
+        return partial(by_token_cached, self.module.flash_attn_with_kvcache), fixed
 
 
 class VllmFlashAttention3(FlashAttention3):
     """The FlashAttention 3 inside vLLM: every width and feature but appending and gradients."""
 
+    latent_name = "q_v"
     package = "vllm"
     install = "pip install vllm"
 
@@ -291,14 +295,9 @@ class VllmFlashAttention3(FlashAttention3):
         raise AssertionError("refused by extra_reasons")
 
     def _ragged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
-        function = self.module.flash_attn_varlen_func
         longest = max(work.batch.max_seqlen_k, 1)
         fixed = dict(common, max_seqlen_k=longest, return_softmax_lse=True, fa_version=3)
-
-        def entry(q: Any, k: Any, v: Any, *, qv: Any = None, **more: Any) -> Any:
-            return function(q=q, k=k, v=v, q_v=qv, **fixed, **more)
-
-        return entry
+        return partial(by_token, self.module.flash_attn_varlen_func), fixed
 
     def _paged(self, work: Arrangement, common: dict[str, Any]) -> Entry:
         lengths = dict(seqused_k=work.batch.seqlens_k, block_table=work.batch.page_table)

@@ -17,10 +17,12 @@ from ..capabilities import Capabilities, IntSet
 from ..errors import Reason
 from ..packages import Probe, probe
 from ..spec import AttentionSpec
+from .adapter import Attend
 from .arrange import Arrangement
 from .flash_build import (
     FlashBuild,
     FlashCall,
+    by_token,
     kernel_scale,
     padded_dims_reasons,
     round_up,
@@ -91,11 +93,8 @@ class FlashAttention4(FlashBuild):
                 q, k, v = widen(q, d), widen(keys.take(k), d), widen(keys.take(v), dv)
             return aligned(q), aligned(k), aligned(v)
 
-        def library(ready: Tensors, extras: RunExtras) -> tuple[torch.Tensor, torch.Tensor]:
-            q, k, v = ready
-            starts = None if paged else dense.starts
-            o, lse = function(q=q, k=k, v=v, cu_seqlens_k=starts, **common)[:2]
-            return o, lse.transpose(0, 1)  # lse [H, T]
+        def library(extras: RunExtras) -> Attend:
+            return by_token(function, cu_seqlens_k=None if paged else dense.starts, **common)
 
         return FlashCall(tensors, library, spec.dv)
 

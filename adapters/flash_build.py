@@ -16,6 +16,7 @@ from ..errors import Reason
 from ..output import AttentionOutput
 from ..packages import Probe
 from ..spec import AttentionSpec
+from .adapter import Attend, state_of
 from .arrange import Arrangement, arrange
 from .tensors import Tensors, aligned, leaves_keys_behind
 
@@ -26,15 +27,17 @@ class FlashCall:
     """A planned batch in the hands of a build; everything that layers share is fixed.
 
     Args:
-        tensors: Brings ``q [T', H, D]``, k and v into the form that the library takes.
-        library: Computes ``(o [T', H, >= DV], lse [T', H])`` of what ``tensors`` gives.
+        tensors: Brings ``q [T', H, D]``, k and v into the form that the library takes, and adds
+            what else is made of them.
+        library: ``library(extras, *added)`` gives what computes the three,
+            ``(o [T', H, >= DV], lse [T', H])``.
         dv: DV.
     """
 
     def __init__(
         self,
         tensors: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors],
-        library: Callable[[Tensors, RunExtras], tuple[torch.Tensor, torch.Tensor]],
+        library: Callable[..., Attend],
         dv: int,
     ) -> None:
         self.tensors = tensors
@@ -46,22 +49,39 @@ class FlashCall:
     ) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """``(o [T', H, DV], lse [T', H])``, and whether the tensors needed no preparation."""
         ready = self.tensors(q, k, v)
-        o, lse = self.library(ready, extras)
+        o, lse = self.library(extras, *ready[3:])(*ready[:3])
         as_given = len(ready) == 3 and ready[0] is q and ready[1] is k and ready[2] is v
         if o.shape[-1] != self.dv:
             return o[..., : self.dv], lse, False
         return o, lse, as_given
 
-    def direct(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None
+    def attend(self) -> Attend:
+        """The same for tensors that the library takes as they are, without extras."""
+        return self.library(NO_EXTRAS)
+
+
+def by_token(function: Callable[..., Any], **fixed: Any) -> Attend:
+    """Attend through a function of q, k and v that gives the output and an LSE of ``[H, T]``."""
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None = None
     ) -> AttentionOutput:
-        """The same for tensors that the library takes as they are."""
-        state = AttentionOutput(*self.library((q, k, v), NO_EXTRAS))
-        if out is None:
-            return state
-        out.o.copy_(state.o)
-        out.lse.copy_(state.lse)
-        return out
+        found = function(q=q, k=k, v=v, **fixed)
+        return state_of(found[0], found[1].mT, out)
+
+    return attend
+
+
+def by_token_cached(function: Callable[..., Any], **fixed: Any) -> Attend:
+    """The same through a function that takes a cache."""
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None = None
+    ) -> AttentionOutput:
+        found = function(q=q, k_cache=k, v_cache=v, **fixed)
+        return state_of(found[0], found[1].mT, out)
+
+    return attend
 
 
 class FlashBuild(ABC):
@@ -183,6 +203,8 @@ __all__ = [
     "FlashBuild",
     "FlashCall",
     "aligned_tensors",
+    "by_token",
+    "by_token_cached",
     "kernel_query",
     "kernel_scale",
     "padded_dims_reasons",

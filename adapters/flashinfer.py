@@ -25,11 +25,12 @@ from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
 from ..errors import InvalidInputError, Reason, UnsupportedCallError
+from ..layouts import maker
 from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import FP8_DTYPES, AttentionSpec
-from .adapter import AdapterBackend, AdapterPlan
+from .adapter import AdapterBackend, AdapterPlan, Attend, state_of
 from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
 from .flashinfer_calls import calls_for, is_mla
 from .flashinfer_pages import HostBatch
@@ -114,14 +115,22 @@ class FlashInferPlan(AdapterPlan):
             raise explained from error
         self.planned = planned(self.batch.device)
 
-    def direct(
-        self, q: torch.Tensor, k: torch.Tensor, v: Any, out: AttentionOutput | None
-    ) -> AttentionOutput:
-        """A run on tensors that need no preparation; ``v`` is None or unused with MLA."""
-        out = self.outputs(q) if out is None else out
-        self.calls.run(self.wrapper, (q, k, v), out.o, out.lse, None)
-        out.lse.mul_(LN2)
-        return out
+    def attend(self, rows: int) -> Attend:
+        """What computes tensors that need no preparation; ``v`` is None or unused with MLA."""
+        spec, device = self.spec, self.batch.device
+        new_o = maker((rows, spec.num_heads, spec.dv), spec.out_dtype, device)
+        new_lse = maker((rows, spec.num_heads), torch.float32, device)
+        library = self.calls.library(self.wrapper)
+
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: Any, out: AttentionOutput | None = None
+        ) -> AttentionOutput:
+            o, lse = (new_o(), new_lse()) if out is None else out
+            library(q, k, v, o, lse)
+            lse.mul_(LN2)
+            return state_of(o, lse) if out is None else out
+
+        return attend
 
     def update(self, batch: Batch) -> None:
         """Plan another batch into the fixed buffers; see the base class.
@@ -253,20 +262,21 @@ class FlashInferBackend(AdapterBackend):
         if out is not None and direct:
             o, lse = out
         else:
-            o, lse = plan.outputs(rows)
+            o = torch.empty(*rows.shape[:2], spec.dv, dtype=spec.out_dtype, device=q.device)
+            lse = torch.empty(rows.shape[:2], device=q.device)
         if plan.ragged:
             visible = plan.dense.of(k)
             keys, values = visible.take(keys), visible.take(values)
         ready = plan.calls.tensors(rows, keys, values)
         k_scale = host_scale(extras.k_scale, plan.scales)
-        plan.calls.run(plan.wrapper, ready, o, lse, k_scale)
+        plan.calls.library(plan.wrapper, k_scale)(*ready, o, lse)
         lse.mul_(LN2)
         if extras.v_scale is not None:
             o.mul_(per_head(extras.v_scale, spec))
         result = restore(o, lse, work, q.shape[0], None if direct else out)
         as_given = ready[0] is q and ready[1] is k and (is_mla(spec) or ready[2] is v)
         if as_given and (direct or out is None):
-            plan.learn(q, k, v, extras, out, plan.direct)
+            plan.learn(q, k, v, extras, out, plan.attend(q.shape[0]))
         return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,9 @@ from ..spec import AttentionSpec
 from .flash_build import kernel_query, kernel_scale
 from .flashinfer_pages import HostBatch, page_lists, starts_of
 from .tensors import Tensors, aligned
+
+#: ``(q, k, v, o, lse)``: writes ``o [T, H, DV]`` and the base-2 ``lse [T, H]``.
+Library = Callable[..., None]
 
 LATENT, ROPE = 512, 64
 
@@ -50,15 +54,8 @@ class WrapperCalls:
         """Plan a batch; FlashInfer copies what kernels read without waiting."""
         raise NotImplementedError
 
-    def run(
-        self,
-        wrapper: Any,
-        ready: Tensors,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        k_scale: float | None,
-    ) -> None:
-        """Write ``o [T, H, DV]`` and the base-2 ``lse [T, H]`` of what ``tensors`` gave."""
+    def library(self, wrapper: Any, k_scale: float | None = None) -> Library:
+        """What computes tensors like those that ``tensors`` gave, through a planned wrapper."""
         raise NotImplementedError
 
     def planned_options(self) -> dict[str, Any]:
@@ -123,18 +120,14 @@ class PagedCalls(WrapperCalls):
             k, v = k.contiguous(), v.contiguous()
         return q, k, v
 
-    def run(
-        self,
-        wrapper: Any,
-        ready: Tensors,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        k_scale: float | None,
-    ) -> None:
+    def library(self, wrapper: Any, k_scale: float | None = None) -> Library:
         """The scale of keys goes into the scale of scores."""
-        q, k, v = ready
-        extra = {} if k_scale is None else {"k_scale": k_scale}
-        wrapper.run(q=q, paged_kv_cache=(k, v), out=o, lse=lse, return_lse=True, **extra)
+        run, scale = wrapper.run, {} if k_scale is None else {"k_scale": k_scale}
+
+        def call(q: Any, k: Any, v: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
+            run(q=q, paged_kv_cache=(k, v), out=o, lse=lse, return_lse=True, **scale)
+
+        return call
 
 
 class RaggedCalls(WrapperCalls):
@@ -158,17 +151,14 @@ class RaggedCalls(WrapperCalls):
             **self.planned_options(),
         )
 
-    def run(
-        self,
-        wrapper: Any,
-        ready: Tensors,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        k_scale: float | None,
-    ) -> None:
+    def library(self, wrapper: Any, k_scale: float | None = None) -> Library:
         """K and V may have strides of their own here."""
-        q, k, v = ready
-        wrapper.run(q=q, k=k, v=v, out=o, lse=lse, return_lse=True)
+        run = wrapper.run
+
+        def call(q: Any, k: Any, v: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
+            run(q=q, k=k, v=v, out=o, lse=lse, return_lse=True)
+
+        return call
 
 
 class MlaCalls(WrapperCalls):
@@ -225,29 +215,27 @@ class MlaCalls(WrapperCalls):
         """Values are lanes of ``k``, and are not looked at."""
         return aligned(kernel_query(q, self.spec)), aligned(k), v
 
-    def run(
-        self,
-        wrapper: Any,
-        ready: Tensors,
-        o: torch.Tensor,
-        lse: torch.Tensor,
-        k_scale: float | None,
-    ) -> None:
+    def library(self, wrapper: Any, k_scale: float | None = None) -> Library:
         """``q [T, H, 576]`` and a cache ``[num_pages, page_size, 1, 576]``, each in two parts."""
-        q, k = ready[0], ready[1].squeeze(2)
-        queries, keys = (q[..., :LATENT], q[..., LATENT:]), (k[..., :LATENT], k[..., LATENT:])
-        if hasattr(self.module.mla, "MLAPlanMetadata"):
-            wrapper.run(query=queries, kv_cache=keys, out=o, lse=lse, return_lse=True)
-            return
-        wrapper.run(
-            q_nope=queries[0],
-            q_pe=queries[1],
-            ckv_cache=keys[0],
-            kpe_cache=keys[1],
-            out=o,
-            lse=lse,
-            return_lse=True,
-        )
+        run, in_pairs = wrapper.run, hasattr(self.module.mla, "MLAPlanMetadata")
+
+        def call(q: Any, k: Any, v: Any, o: torch.Tensor, lse: torch.Tensor) -> None:
+            k = k.squeeze(2)
+            queries, keys = (q[..., :LATENT], q[..., LATENT:]), (k[..., :LATENT], k[..., LATENT:])
+            if in_pairs:
+                run(query=queries, kv_cache=keys, out=o, lse=lse, return_lse=True)
+                return
+            run(
+                q_nope=queries[0],
+                q_pe=queries[1],
+                ckv_cache=keys[0],
+                kpe_cache=keys[1],
+                out=o,
+                lse=lse,
+                return_lse=True,
+            )
+
+        return call
 
 
 def calls_for(

@@ -25,7 +25,7 @@ from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import AttentionSpec
-from .adapter import AdapterBackend, AdapterPlan
+from .adapter import AdapterBackend, AdapterPlan, Attend, state_of
 from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
 from .fa2 import safe_bounds
 from .flash_build import kernel_query, kernel_scale, padded_dims_reasons, round_up
@@ -121,23 +121,22 @@ class TorchVarlenPlan(AdapterPlan):
         q, k, v = (widen(x, self.width) for x in (q, k, v))
         return aligned(kernel_query(q, self.spec)), aligned(k), aligned(v)
 
-    def call(self, ready: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(o [T', H, >= DV], lse [T', H])`` of what ``tensors`` gave."""
-        q, k, v = ready
-        starts = self.dense.starts if self.gathers else None
+    def attend(self) -> Attend:
+        """What computes tensors like those that ``tensors`` gave, ``(o [T', H, >= DV], lse)``."""
         module = _module()
-        o, lse = module.varlen_attn(query=q, key=k, value=v, cu_seq_k=starts, **self._arguments)
-        if q.shape[0] != q.shape[1]:
-            first = lse.shape[0] == q.shape[1]
-        else:
-            first = heads_first(module)  # the shape cannot tell
-        return o, lse.transpose(0, 1) if first else lse
+        function, fixed = module.varlen_attn, dict(self._arguments)
+        fixed["cu_seq_k"] = self.dense.starts if self.gathers else None
 
-    def direct(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None
-    ) -> AttentionOutput:
-        """A run on tensors that need no preparation."""
-        return restore(*self.call((q, k, v)), self.work, q.shape[0], out)
+        def attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None = None
+        ) -> AttentionOutput:
+            o, lse = function(query=q, key=k, value=v, **fixed)
+            rows, heads, _ = q.shape
+            if lse.shape[0] == heads and (rows != heads or heads_first(module)):
+                lse = lse.mT
+            return state_of(o, lse, out)
+
+        return attend
 
     def on_update(self) -> None:
         """Mark the empty rows of the new lengths, in the buffer a captured graph reads."""
@@ -209,11 +208,12 @@ class TorchVarlenBackend(AdapterBackend):
             return no_keys(q, spec, out)
         values = k[..., : spec.dv] if v is None else v
         ready = plan.tensors(take_rows(q, work), k, values)
-        o, lse = plan.call(ready)
+        attend = plan.attend()
+        o, lse = attend(*ready)
         result = restore(o[..., : spec.dv], lse, work, q.shape[0], out)
         as_given = ready[0] is q and ready[1] is k and ready[2] is v
         if as_given and plan.width == spec.dv:
-            plan.learn(q, k, v, extras, out, plan.direct)
+            plan.learn(q, k, v, extras, out, attend)
         return result
 
 

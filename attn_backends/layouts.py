@@ -8,6 +8,7 @@ has changed them, the ordinary ways serve.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ def empty(
     if _empty_strided_cuda is not None:
         return _empty_strided_cuda(shape, stride, dtype)
     return torch.empty_strided(shape, stride, dtype=dtype, device=f"cuda:{index}")
+
+
+def maker(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """A function that makes uninitialised, contiguous tensors, on a device that is current then."""
+    if device.type != "cuda" or _empty_strided_cuda is None:
+        return partial(torch.empty, shape, dtype=dtype, device=device)
+    stride = [1]
+    for size in shape[:0:-1]:
+        stride.insert(0, size * stride[0])
+    return partial(_empty_strided_cuda, shape, tuple(stride), dtype)
 
 
 def guard(*tensors: Any) -> Callable[..., bool] | None:
@@ -95,4 +108,4 @@ def _works() -> bool:
 
 _COMPILED = _works()
 
-__all__ = ["empty", "guard", "layout"]
+__all__ = ["empty", "guard", "layout", "maker"]
