@@ -93,32 +93,32 @@ def pair_macros(
         tuning: Launch shape.
     """
     rows, threads = block(vectors, tuning.pair_threads(size), tile_tokens)
-    small = size <= tuning.small_limit
-    ahead = 0 if small or not tuning.ahead else resident // threads
     return {
         "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
-        "SPECULATE": int(small), "PDL": int(pdl), "FETCH": int(pdl and tuning.fetch),
-        "AHEAD": ahead,
+        "SPECULATE": int(size <= tuning.small_limit), "PDL": int(pdl),
+        "FETCH": int(pdl and tuning.fetch), "AHEAD": int(tuning.ahead and not tile_tokens),
+        "RESIDENT": max(1, resident // (threads * tuning.unroll)),
     }  # fmt: skip
 
 
 def many_macros(
-    vectors: int, states: int, size: int, tile_tokens: int = 0, *, pdl: bool, tuning: Tuning
-) -> dict[str, int]:
+    vectors: int, states: int, size: int, tile_tokens: int = 0, *, counted: bool = False,
+    pdl: bool, resident: int, tuning: Tuning,
+) -> dict[str, int]:  # fmt: skip
     """Macros of the n-way kernel for rows of ``vectors`` vectors; arguments as ``pair_macros``."""
     split, small = 1, size <= tuning.small_limit
     if size <= tuning.split_limit and states > MOST_BATCH:
         half = tuning.split // 2
         split = half if 1 < half and states <= half * MOST_BATCH else tuning.split
-    batch = MOST_BATCH if states > MOST_BATCH // 2 else MOST_BATCH // 2
+    batch = min(states, MOST_BATCH)
     most = 1024 // split
     aim = min(max(tuning.threads // split, vectors, 32), most)
     rows, threads = block(vectors, aim, tile_tokens, most)
-    fetch = pdl and tuning.fetch and states * size <= tuning.small_limit
     return {
         "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
         "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small),
-        "PDL": int(pdl), "FETCH": int(fetch),
+        "FULL": int(states == batch * split and not counted), "PDL": int(pdl),
+        "FETCH": int(pdl and tuning.fetch), "RESIDENT": max(1, resident // (2 * threads * split)),
     }  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def prepare_pair(
     layout = _layout([o_a, lse_a, o_b, lse_b, out_o, out_lse], [lse_a, lse_b])
     tile, pdl = layout["TILE_TOKENS"], tuning.pdl and has_pdl(o_a.device)
     size = o_a.numel() * o_a.element_size()
-    resident = 0 if tile or layout["STRIDED"] else resident_threads(o_a.device)
+    resident = resident_threads(o_a.device)
     defines = macros(o_a.dtype, out_dtype, head_dim, HAS_B=int(o_b is not None), **layout)
     defines |= pair_macros(vectors, size, tile, pdl=pdl, resident=resident, tuning=tuning)
     strides: tuple[int, ...] = ()
@@ -293,7 +293,10 @@ def _prepare_many(
     size = o_0.numel() * o_0.element_size()
     defines = macros(o_0.dtype, out_dtype, head_dim, SEPARATE=int(separate), **layout)
     defines["COUNT_BYTES"] = 0 if counts is None else counts.element_size()
-    defines |= many_macros(vectors, states, size, tile, pdl=pdl, tuning=tuning)
+    defines |= many_macros(
+        vectors, states, size, tile, counted=counts is not None, pdl=pdl,
+        resident=resident_threads(o_0.device), tuning=tuning,
+    )  # fmt: skip
     strides: tuple[int, ...] = ()
     if layout["STRIDED"]:
         fresh = heads * head_dim, head_dim

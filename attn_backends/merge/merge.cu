@@ -81,8 +81,19 @@ __device__ __forceinline__ float load_lse(const float* p) {
 #else
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
 #endif
-  return v == INF ? -INF : v;
+  return v;
 }
+
+// An LSE that a kernel ahead may still be writing, past L1, which would keep it.
+__device__ __forceinline__ float peek_lse(const float* p) {
+  float v;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(v) : "l"(p));
+  return v;
+}
+
+// The warp's answers, one bit each, and whether this thread acts on them.
+__device__ __forceinline__ u32 vote(bool yes) { return __ballot_sync(THREADS % 32 ? __activemask() : ~0u, yes); }
+__device__ __forceinline__ bool speaks_for_warp() { return threadIdx.x % 32 == 0; }
 
 // Let the kernel behind us be launched.
 __device__ __forceinline__ void let_next_come() {
@@ -248,6 +259,29 @@ struct Tile {
 #endif
 };
 
+// ---- weights -----------------------------------------------------------------------------------
+
+#define NO_WEIGHT 103.9722f  // exp(-x) is 0 in float32 for any x beyond
+
+// An LSE as kernels may give it: +inf says, as -inf, that there are no keys.
+__device__ __forceinline__ float no_keys(float lse) { return lse == INF ? -INF : lse; }
+
+// Whether a state has any weight beside the largest, or another, LSE; told without exp.
+__device__ __forceinline__ bool weighs(float lse, float other) {
+  return lse != -INF && !(other - lse > NO_WEIGHT);
+}
+
+// Have brought to L2 the contiguous rows first + i of all bits i of a warp's mask.
+__device__ __forceinline__ void fetch_runs(const char* o, u32 first, u32 mask) {
+  if (!speaks_for_warp()) return;
+  while (mask) {
+    const u32 begin = __ffs(mask) - 1, rest = ~(mask >> begin);
+    const u32 num = rest ? __ffs(rest) - 1 : 32;
+    fetch_bulk(o + (i64)(first + begin) * HEAD_DIM * IN_BYTES, num * HEAD_DIM * IN_BYTES);
+    mask = begin + num < 32 ? mask >> (begin + num) << (begin + num) : 0;
+  }
+}
+
 #if !MANY
 // ---- two states ------------------------------------------------------------------------------
 
@@ -255,14 +289,18 @@ struct Pair {
   const char* o_a; const float* lse_a; const char* o_b; const float* lse_b;
   char* o; float* lse;
   u32 num_tokens, num_heads;
-  i64 num_prefix;  // tokens from here on ignore state a; negative: none
+  u32 num_prefix;  // tokens from here on ignore state a
   float scale;     // divides a float8 result
   Strides s_o_a, s_lse_a, s_o_b, s_lse_b, s_o, s_lse;
 };
 
-// Weights of both sides, 1 / (1 + e) for the larger LSE and e / (1 + e) for the other, and the
-// merged LSE.
-struct Merged { float w_a, w_b, lse; };
+// Weights of both sides, 1 / (1 + e) for the larger LSE and e / (1 + e) for the other, and what the
+// merged LSE is made of: its logarithm comes last, off the way to the output.
+struct Merged {
+  float w_a, w_b, base, total;
+
+  __device__ __forceinline__ float lse() const { return base + logf(total); }
+};
 
 __device__ __forceinline__ Merged merge_lses(float a, float b) {
   float e = expf(-fabsf(a - b));  // NaN if an LSE is, or if both are -inf
@@ -272,55 +310,89 @@ __device__ __forceinline__ Merged merge_lses(float a, float b) {
   q = fmaf(fmaf(-total, q, e), r, q);  // to nearest, as the other: the weights never pass 1
   if (a == -INF && b == -INF) q = r = 0.f;
   float peak = fmaxf(a, b);  // drops a NaN, which the logarithm brings back
-  float lse = peak == -INF ? a + b : peak + logf(total);
-  return a >= b ? Merged{r, q, lse} : Merged{q, r, lse};
+  const bool none = peak == -INF;
+  float base = none ? a + b : peak;
+  total = none ? 1.f : total;
+  return a >= b ? Merged{r, q, base, total} : Merged{q, r, base, total};
 }
 
 using PairRows = Tile<PASS_ROWS * UNROLL>;
 
-// Have brought to L2 what this block will read for certain.
+// Where a row of both states lies, and what it is.
+struct PairRow {
+  u32 row, token, head;
+  bool valid, has_a;
+
+  __device__ __forceinline__ PairRow(const Pair& p, const PairRows& rows, int r, bool inside) {
+    valid = rows.find(r, row, token, head) && inside;
+#if TILE_TOKENS || STRIDED
+    has_a = token < p.num_prefix;
+#else
+    has_a = row < p.num_prefix * p.num_heads;
+#endif
+  }
+  __device__ __forceinline__ const float* lse_a(const Pair& p) const {
+    return p.lse_a + row_offset(row, token, head, p.s_lse_a, 1);
+  }
+  __device__ __forceinline__ const float* lse_b(const Pair& p) const {
+    return p.lse_b + row_offset(row, token, head, p.s_lse_b, 1);
+  }
+  __device__ __forceinline__ const char* o_a(const Pair& p, int column) const {
+    return p.o_a + (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES;
+  }
+  __device__ __forceinline__ const char* o_b(const Pair& p, int column) const {
+    return p.o_b + (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES;
+  }
+};
+
+// Have brought to L2 what this block will read, as far as the LSEs tell that lie there now. A
+// kernel ahead may still change them: then too much is brought, or too little, but nothing is
+// merged by them.
 __device__ __forceinline__ void fetch_pair_rows(const Pair& p, const PairRows& rows) {
-#if !STRIDED && !TILE_TOKENS  // one piece of each tensor
-  const u32 all = p.num_tokens * p.num_heads;
-  if (rows.first >= all) return;
-  const u32 left = all - rows.first;
-  const u32 num = left < PairRows::SIZE ? left : PairRows::SIZE;
-  const i64 at = (i64)rows.first * HEAD_DIM * IN_BYTES;
-  if (threadIdx.x == 0) {
-    fetch(p.lse_a + rows.first);
-    fetch(p.lse_b + rows.first);
-#if SPECULATE
-    fetch_bulk(p.o_a + at, num * HEAD_DIM * IN_BYTES);
-#if HAS_B
-    fetch_bulk(p.o_b + at, num * HEAD_DIM * IN_BYTES);
+#if !STRIDED && !TILE_TOKENS  // runs of rows that have weight, each one piece
+  for (u32 base = threadIdx.x / 32 * 32; base < PairRows::SIZE; base += THREADS) {
+    const u32 r = base + threadIdx.x % 32;
+    const PairRow at(p, rows, r, r < PairRows::SIZE);
+    bool need_a = at.valid && at.has_a, need_b = at.valid && HAS_B;
+#if !SPECULATE
+    if (at.valid) {
+      const float a = at.has_a ? no_keys(peek_lse(at.lse_a(p))) : -INF;
+      const float b = no_keys(peek_lse(at.lse_b(p)));
+      need_a = weighs(a, b);
+      need_b = HAS_B && weighs(b, a);
+    }
+#else
+    if (at.valid && threadIdx.x % 8 == 0) fetch(at.lse_a(p)), fetch(at.lse_b(p));
 #endif
-#endif
+    fetch_runs(p.o_a, rows.first + base, vote(need_a));
+    fetch_runs(p.o_b, rows.first + base, vote(need_b));
   }
 #else
   const int column = threadIdx.x % VECTORS * WIDTH, first = threadIdx.x / VECTORS;
+  if (column * IN_BYTES % LINE) return;
 #pragma unroll
   for (int k = 0; k < UNROLL; ++k) {
-    u32 row, token, head;
-    if (column * IN_BYTES % LINE || first >= PASS_ROWS) continue;
-    if (!rows.find(first + k * PASS_ROWS, row, token, head)) continue;
-    if (!column) {
-      fetch(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
-      fetch(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
-    }
-#if SPECULATE
-    fetch(p.o_a + (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES);
-#if HAS_B
-    fetch(p.o_b + (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES);
+    const PairRow at(p, rows, first + k * PASS_ROWS, first < PASS_ROWS);
+    if (!at.valid) continue;
+    bool need_a = at.has_a, need_b = HAS_B;
+#if !SPECULATE
+    const float a = at.has_a ? no_keys(peek_lse(at.lse_a(p))) : -INF;
+    const float b = no_keys(peek_lse(at.lse_b(p)));
+    need_a = weighs(a, b);
+    need_b = HAS_B && weighs(b, a);
+#else
+    if (!column) fetch(at.lse_a(p)), fetch(at.lse_b(p));
 #endif
-#endif
+    if (need_a) fetch(at.o_a(p, column));
+    if (need_b) fetch(at.o_b(p, column));
   }
 #endif
 }
 
 // Have the LSEs of a block yet to come brought to L2, so that its weights are known the sooner.
 __device__ __forceinline__ void fetch_ahead(const Pair& p, const PairRows& rows) {
-#if AHEAD
-  const u32 row = rows.first + AHEAD * PairRows::SIZE;
+#if AHEAD && !STRIDED
+  const u32 row = rows.first + RESIDENT * PairRows::SIZE;
   if (threadIdx.x == 0 && row < p.num_tokens * p.num_heads) {
     fetch(p.lse_a + row);
     fetch(p.lse_b + row);
@@ -328,62 +400,65 @@ __device__ __forceinline__ void fetch_ahead(const Pair& p, const PairRows& rows)
 #endif
 }
 
-__device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& rows) {
+__device__ __forceinline__ void merge_pair_rows(Pair& p, const PairRows& rows, const float* scale) {
   const int tid = threadIdx.x;
 #pragma unroll 1
   for (int base = 0; base < VECTORS; base += THREADS) {  // once, but for rows wider than a block
     const int column = (base + tid % VECTORS) * WIDTH;
     const int first = tid / VECTORS;
     const bool inside = VECTORS <= THREADS ? first < PASS_ROWS : base + tid < VECTORS;
-    Vec a[UNROLL], b[UNROLL];
-    float lse_a[UNROLL], lse_b[UNROLL];
+    Vec v_a[UNROLL], v_b[UNROLL];
+    float a[UNROLL], b[UNROLL];
     Merged m[UNROLL];
-    i64 out[UNROLL], at_a[UNROLL], at_b[UNROLL];
-    bool valid[UNROLL];
+    bool valid[UNROLL], has_a[UNROLL];
+    const float *lse_a[UNROLL], *lse_b[UNROLL];
+    const char *o_a[UNROLL], *o_b[UNROLL];
+    i64 out[UNROLL];
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
-      u32 row, token, head;
-      valid[k] = inside && rows.find(first + k * PASS_ROWS, row, token, head);
-      a[k] = b[k] = Vec{0, 0, 0, 0};
+      const PairRow at(p, rows, first + k * PASS_ROWS, inside);
+      valid[k] = at.valid;
+      has_a[k] = at.has_a;
+      lse_a[k] = at.lse_a(p);
+      lse_b[k] = at.lse_b(p);
+      o_a[k] = at.o_a(p, column);
+      o_b[k] = at.o_b(p, column);
+      out[k] = row_offset(at.row, at.token, at.head, p.s_o, HEAD_DIM) + column;
+      v_a[k] = v_b[k] = Vec{0, 0, 0, 0};
+    }
+    wait_for_previous();  // with all addresses at hand
+#pragma unroll
+    for (int k = 0; k < UNROLL; ++k) {
       if (!valid[k]) continue;
-      out[k] = row_offset(row, token, head, p.s_o, HEAD_DIM) + column;
-      at_a[k] = (row_offset(row, token, head, p.s_o_a, HEAD_DIM) + column) * IN_BYTES;
-      at_b[k] = (row_offset(row, token, head, p.s_o_b, HEAD_DIM) + column) * IN_BYTES;
-      lse_a[k] = load_lse(p.lse_a + row_offset(row, token, head, p.s_lse_a, 1));
-      lse_b[k] = load_lse(p.lse_b + row_offset(row, token, head, p.s_lse_b, 1));
-#if TILE_TOKENS || STRIDED
-      const bool has_a = p.num_prefix < 0 || token < p.num_prefix;
-#else
-      const bool has_a = p.num_prefix < 0 || row < p.num_prefix * p.num_heads;
-#endif
-      if (!has_a) lse_a[k] = -INF;
+      a[k] = load_lse(lse_a[k]);
+      b[k] = load_lse(lse_b[k]);
 #if SPECULATE
-      if (has_a) a[k] = load_vec(p.o_a + at_a[k]);
-#if HAS_B
-      b[k] = load_vec(p.o_b + at_b[k]);
+      if (has_a[k]) v_a[k] = load_vec(o_a[k]);
+      if (HAS_B) v_b[k] = load_vec(o_b[k]);
 #endif
+    }
+#if OUT_TYPE == 3
+    if (scale) p.scale = *scale;
+#endif
+#pragma unroll
+    for (int k = 0; k < UNROLL; ++k) {
+      if (!valid[k]) continue;
+      a[k] = has_a[k] ? no_keys(a[k]) : -INF;
+      b[k] = no_keys(b[k]);
+#if !SPECULATE
+      if (weighs(a[k], b[k])) v_a[k] = load_vec(o_a[k]);
+      if (HAS_B && weighs(b[k], a[k])) v_b[k] = load_vec(o_b[k]);
 #endif
     }
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
       if (!valid[k]) continue;
-      m[k] = merge_lses(lse_a[k], lse_b[k]);  // by every thread: a branch would take longer
-#if SPECULATE
-      if (m[k].w_a == 0.f) a[k] = Vec{0, 0, 0, 0};
-      if (m[k].w_b == 0.f) b[k] = Vec{0, 0, 0, 0};
-#else
-      if (m[k].w_a != 0.f) a[k] = load_vec(p.o_a + at_a[k]);
-#if HAS_B
-      if (m[k].w_b != 0.f) b[k] = load_vec(p.o_b + at_b[k]);
-#endif
-#endif
-    }
-#pragma unroll
-    for (int k = 0; k < UNROLL; ++k) {
-      if (!valid[k]) continue;
+      m[k] = merge_lses(a[k], b[k]);  // by every thread: a branch would take longer
+      if (m[k].w_a == 0.f) v_a[k] = Vec{0, 0, 0, 0};
+      if (m[k].w_b == 0.f) v_b[k] = Vec{0, 0, 0, 0};
       float f_a[WIDTH], f_b[WIDTH];
-      unpack(a[k], f_a);
-      unpack(b[k], f_b);
+      unpack(v_a[k], f_a);
+      unpack(v_b[k], f_b);
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
         // No fused multiply-add: the two sides then commute bit for bit.
@@ -401,10 +476,9 @@ __device__ __forceinline__ void merge_pair_rows(const Pair& p, const PairRows& r
 #endif
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
-      u32 row, token, head;
-      if ((VECTORS <= THREADS ? tid % VECTORS : tid) == 0 && first < PASS_ROWS &&
-          rows.find(first + k * PASS_ROWS, row, token, head))
-        p.lse[row_offset(row, token, head, p.s_lse, 1)] = m[k].lse;
+      const PairRow at(p, rows, first + k * PASS_ROWS, first < PASS_ROWS);
+      if (at.valid && (VECTORS <= THREADS ? tid % VECTORS : tid) == 0)
+        p.lse[row_offset(at.row, at.token, at.head, p.s_lse, 1)] = m[k].lse();
     }
   }
 }
@@ -427,18 +501,14 @@ merge_pair(const char* o_a, const float* lse_a, const char* o_b, const float* ls
            float* lse, i64 num_tokens, i64 num_heads, i64 num_prefix, const float* scale_ptr,
            double scale STRIDE_PARAMS) {
   let_next_come();
-  Pair p{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads, num_prefix,
-         (float)scale STRIDE_ARGS};
+  Pair p{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads,
+         (u32)(num_prefix < 0 ? num_tokens : num_prefix), (float)scale STRIDE_ARGS};
   const PairRows rows(blockIdx.x, p.num_tokens, p.num_heads);
 #if FETCH
-  fetch_pair_rows(p, rows);
-#endif
-  wait_for_previous();
-#if OUT_TYPE == 3
-  if (scale_ptr) p.scale = *scale_ptr;
+  if (blockIdx.x < RESIDENT) fetch_pair_rows(p, rows);
 #endif
   fetch_ahead(p, rows);
-  merge_pair_rows(p, rows);
+  merge_pair_rows(p, rows, scale_ptr);
 }
 
 #else
@@ -484,6 +554,12 @@ struct Many {
 #define COUNT_TOKEN (row / p.num_heads)
 #endif
 
+__device__ __forceinline__ float peak_of(const float (&lses)[BATCH], float peak) {
+#pragma unroll
+  for (int i = 0; i < BATCH; ++i) peak = fmaxf(peak, lses[i]);
+  return peak;
+}
+
 // Peak of some LSEs, and the sum of exp(lse - peak); a NaN stays in the sum.
 struct Mass {
   float peak, sum;
@@ -498,49 +574,65 @@ struct Mass {
   }
   __device__ __forceinline__ void add(const float (&lses)[BATCH]) {
     float before = peak;
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) peak = fmaxf(peak, lses[i]);
+    peak = peak_of(lses, peak);
     sum *= expf(before - shift());
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) sum += expf(lses[i] - shift());
   }
 };
 
-// A row's states first, first + SPLIT and so on, as far as it has them.
+// LSEs of a row's states first, first + SPLIT and so on, as far as it has them. All are asked for
+// before any is looked at, states beyond the last by reading the first once more.
 __device__ __forceinline__ void load_lses(
     const Many& p, u32 first, u32 count, i64 offset, float (&lses)[BATCH]) {
 #pragma unroll
   for (int i = 0; i < BATCH; ++i) {
-    u32 j = first + i * SPLIT;
-    lses[i] = j < count ? load_lse(p.state_lse(j) + offset) : -INF;
+    const u32 j = first + i * SPLIT;
+    lses[i] = load_lse(p.state_lse(FULL || j < count ? j : 0) + offset);
   }
-}
-
-// Have brought to L2 what this block will read: all states, of which a group has at most BATCH.
-__device__ __forceinline__ void fetch_many_rows(const Many& p) {
-  const Tile<PASS_ROWS> rows(blockIdx.x, p.num_tokens, p.num_heads);
-  const int group = SPLIT > 1 ? threadIdx.x / GROUP_THREADS : 0;
-  const int tid = SPLIT > 1 ? threadIdx.x % GROUP_THREADS : threadIdx.x;
-  const int column = tid % VECTORS * WIDTH, r = tid / VECTORS;
-  u32 row, token, head;
-  if (column * IN_BYTES % LINE || r >= PASS_ROWS || !rows.find(r, row, token, head)) return;
-  const i64 at = (row_offset(row, token, head, p.s_o, HEAD_DIM) + column) * IN_BYTES;
-  const i64 at_lse = row_offset(row, token, head, p.s_lse, 1);
 #pragma unroll
-  for (int i = 0; i < BATCH; ++i) {
-    const u32 j = group + i * SPLIT;
-    if (j >= p.num_states) break;
-    fetch(p.state_o(j) + at);
-    if (!column) fetch(p.state_lse(j) + at_lse);
+  for (int i = 0; i < BATCH; ++i)
+    lses[i] = FULL || first + i * SPLIT < count ? no_keys(lses[i]) : -INF;
+}
+
+// Have brought to L2 what this block will read of up to BATCH states, as far as the LSEs tell that
+// lie there now; see fetch_pair_rows.
+__device__ __forceinline__ void fetch_many_rows(const Many& p, const Tile<PASS_ROWS>& rows) {
+  for (u32 base = threadIdx.x / 32 * 32; base < PASS_ROWS; base += THREADS) {
+    const u32 r = base + threadIdx.x % 32;
+    u32 row, token, head;
+    const bool valid = r < PASS_ROWS && rows.find(r, row, token, head);
+    float lses[BATCH], peak = -INF;
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      lses[i] = -INF;
+      if (valid)
+        lses[i] = peek_lse(p.state_lse(i) + row_offset(row, token, head, p.s_lse, 1));
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      lses[i] = no_keys(lses[i]);
+      peak = fmaxf(peak, lses[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      const bool need = weighs(lses[i], peak);
+#if !STRIDED && !TILE_TOKENS
+      fetch_runs(p.state_o(i), rows.first + base, vote(need));
+#else
+      const i64 at = row_offset(row, token, head, p.s_o, HEAD_DIM) * IN_BYTES;
+      for (u32 line = 0; need && line < HEAD_DIM * IN_BYTES; line += LINE)
+        fetch(p.state_o(i) + at + line);
+#endif
+    }
   }
 }
 
-__device__ __forceinline__ void merge_many_rows(const Many& p) {
+__device__ __forceinline__ void merge_many_rows(const Many& p, const Tile<PASS_ROWS>& rows) {
 #if SPLIT > 1
   __shared__ float partial[SPLIT][WIDTH][GROUP_THREADS];
   __shared__ Mass masses[SPLIT][GROUP_THREADS];
 #endif
-  const Tile<PASS_ROWS> rows(blockIdx.x, p.num_tokens, p.num_heads);
   const int group = SPLIT > 1 ? threadIdx.x / GROUP_THREADS : 0;
   const int tid = SPLIT > 1 ? threadIdx.x % GROUP_THREADS : threadIdx.x;
 #pragma unroll 1
@@ -548,22 +640,29 @@ __device__ __forceinline__ void merge_many_rows(const Many& p) {
     const int column = (base + tid % VECTORS) * WIDTH, r = tid / VECTORS;
     u32 row = 0, token = 0, head = 0;
     const bool inside = VECTORS <= GROUP_THREADS ? r < PASS_ROWS : base + tid < VECTORS;
-    const bool valid = inside && rows.find(r, row, token, head);
-    const u32 count = valid ? p.count(COUNT_TOKEN) : 0;
+    const bool valid = rows.find(r, row, token, head) && inside;
+    if (!valid) row = token = head = 0;
     const i64 at_lse = row_offset(row, token, head, p.s_lse, 1);
     const i64 at = (row_offset(row, token, head, p.s_o, HEAD_DIM) + column) * IN_BYTES;
     float lses[BATCH], acc[WIDTH] = {};
     Vec v[BATCH] = {};
     Mass mass{-INF, 0.f};
+    wait_for_previous();  // with all addresses at hand
+    const u32 count = valid ? p.count(COUNT_TOKEN) : 0;
 #if SHORT
     load_lses(p, group, count, at_lse, lses);
 #if SPECULATE
 #pragma unroll
     for (int i = 0; i < BATCH; ++i)
-      if (group + i * SPLIT < count) v[i] = load_vec(p.state_o(group + i * SPLIT) + at);
-#endif
+      if (FULL || group + i * SPLIT < count) v[i] = load_vec(p.state_o(group + i * SPLIT) + at);
     mass.add(lses);
-    const u32 first = group;
+#else
+    mass.peak = peak_of(lses, mass.peak);
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (weighs(lses[i], mass.peak)) v[i] = load_vec(p.state_o(group + i * SPLIT) + at);
+    mass.add(lses);
+#endif
 #else
     for (u32 first = group; first < count; first += BATCH * SPLIT) {
       load_lses(p, first, count, at_lse, lses);
@@ -577,23 +676,18 @@ __device__ __forceinline__ void merge_many_rows(const Many& p) {
     {
 #if !SHORT
       load_lses(p, first, count, at_lse, lses);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i)
+        if (weighs(lses[i], mass.peak)) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
 #endif
-      float w[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        w[i] = mass.share(expf(lses[i] - mass.shift()), inverse);
-#if !(SHORT && SPECULATE)
-        // -INF stands for states beyond the last too, whose weights a NaN of another makes NaN.
-        if (w[i] != 0.f && lses[i] != -INF) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
-#endif
-      }
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
+        const float w = mass.share(expf(lses[i] - mass.shift()), inverse);
         float f[WIDTH];
-        if (w[i] == 0.f) v[i] = Vec{0, 0, 0, 0};
+        if (w == 0.f) v[i] = Vec{0, 0, 0, 0};
         unpack(v[i], f);
 #pragma unroll
-        for (int e = 0; e < WIDTH; ++e) acc[e] = fmaf(w[i], f[e], acc[e]);
+        for (int e = 0; e < WIDTH; ++e) acc[e] = fmaf(w, f[e], acc[e]);
       }
     }
 #if SPLIT > 1
@@ -660,10 +754,10 @@ merge_many(STATE_PARAMS, const void* counts, char* out, float* out_lse, JUMP_PAR
   let_next_come();
   const Many p{STATE_ARGS, counts, out, out_lse, (u32)num_states, (u32)num_tokens,
                (u32)num_heads STRIDE_ARGS};
-#if FETCH && SPECULATE && SHORT && !COUNT_BYTES
-  fetch_many_rows(p);
+  const Tile<PASS_ROWS> rows(blockIdx.x, p.num_tokens, p.num_heads);
+#if FETCH && FULL && SPLIT == 1
+  if (blockIdx.x < RESIDENT) fetch_many_rows(p, rows);
 #endif
-  wait_for_previous();
-  merge_many_rows(p);
+  merge_many_rows(p, rows);
 }
 #endif

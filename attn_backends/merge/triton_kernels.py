@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 FP8_MAX = tl.constexpr(448.0)
+NO_WEIGHT = tl.constexpr(103.9722)  # exp(-x) is 0 in float32 for any x beyond
 
 
 @triton.jit
@@ -45,30 +46,41 @@ def _offsets(rows, num_heads, width, stride_t, stride_h, STRIDED: tl.constexpr):
 
 
 @triton.jit
-def _fetch(o_a, o_b, lse_a, lse_b, size):
-    """Have ``size`` bytes of both outputs, and a line of both LSEs, brought to L2 by one thread.
+def _weighs(lse, other):
+    """Whether a state has any weight beside another: told without exp, as merge.cu does."""
+    return (lse != float("-inf")) & ~(other - lse > NO_WEIGHT)
+
+
+@triton.jit
+def _fetch(o_a, o_b, size_a, size_b, lse_a, lse_b):
+    """Have ``size`` bytes of each output, and a line of both LSEs, brought to L2 by one thread.
 
     That is no read: what a kernel ahead still writes there arrives at L2 too, where all of the GPU
     sees the same, and is there when it is loaded.
     """
     tl.inline_asm_elementwise(
         """{
-        .reg .pred first;
+        .reg .pred first, some_a, some_b;
         .reg .b32 thread;
         mov.u32 thread, %tid.x;
         setp.eq.u32 first, thread, 0;
-        @first prefetch.global.L2 [$3];
-        @first prefetch.global.L2 [$4];
-        @first cp.async.bulk.prefetch.L2.global [$1], $5;
-        @first cp.async.bulk.prefetch.L2.global [$2], $5;
+        setp.ne.and.s32 some_a, $3, 0, first;
+        setp.ne.and.s32 some_b, $4, 0, first;
+        @some_a cp.async.bulk.prefetch.L2.global [$1], $3;
+        @some_b cp.async.bulk.prefetch.L2.global [$2], $4;
+        @first prefetch.global.L2 [$5];
+        @first prefetch.global.L2 [$6];
         mov.b32 $0, 0;
         }""",
-        "=r,l,l,l,l,r",
-        [o_a.to(tl.int64), o_b.to(tl.int64), lse_a.to(tl.int64), lse_b.to(tl.int64), size],
+        "=r,l,l,r,r,l,l",
+        [
+            o_a.to(tl.int64), o_b.to(tl.int64), size_a, size_b,
+            lse_a.to(tl.int64), lse_b.to(tl.int64),
+        ],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -111,6 +123,7 @@ def _merge_pair_kernel(
     SCALED: tl.constexpr,
     SPECULATE: tl.constexpr,
     FETCH: tl.constexpr,
+    RESIDENT: tl.constexpr,
     IN_PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -122,25 +135,42 @@ def _merge_pair_kernel(
     at_a = _offsets(rows, num_heads, width, stride_o_a_t, stride_o_a_h, STRIDED) * VEC
     at_b = _offsets(rows, num_heads, width, stride_o_b_t, stride_o_b_h, STRIDED) * VEC
     at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED) * VEC
+    has_prefix = rows < tl.where(num_prefix < 0, num_tokens, num_prefix) * num_heads
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if FETCH:
             first = tl.program_id(0) * ROWS
-            num = tl.minimum(num_tokens * num_heads - first, ROWS).to(tl.int32)
-            at = first.to(tl.int64) * HEAD_DIM
-            size = num * (HEAD_DIM * o_a_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            o_b = o_b_ptr + at if HAS_B else o_a_ptr + at
-            _fetch(o_a_ptr + at, o_b, lse_a_ptr + first, lse_b_ptr + first, size)
+            if tl.program_id(0) < RESIDENT:
+                all_rows = num_tokens * num_heads
+                num = tl.minimum(all_rows - first, ROWS).to(tl.int32)
+                size_a = num * (HEAD_DIM * o_a_ptr.dtype.element_ty.primitive_bitwidth // 8)
+                size_b = size_a if HAS_B else 0
+                if not SPECULATE:  # of a side only if all its rows have weight as LSEs are now
+                    lse_a = tl.load(at_lse_a, mask=live & has_prefix, other=0.0, volatile=True)
+                    lse_b = tl.load(at_lse_b, mask=live, other=0.0, volatile=True)
+                    lse_a = tl.where(lse_a == float("inf"), float("-inf"), lse_a)
+                    lse_b = tl.where(lse_b == float("inf"), float("-inf"), lse_b)
+                    need_a = _weighs(lse_a, lse_b) & has_prefix | ~live
+                    need_b = _weighs(lse_b, lse_a) | ~live
+                    size_a = tl.where(tl.min(need_a.to(tl.int32), 0) == 1, size_a, 0)
+                    size_b = tl.where(tl.min(need_b.to(tl.int32), 0) == 1, size_b, 0)
+                at = first.to(tl.int64) * HEAD_DIM
+                o_b = o_b_ptr + at if HAS_B else o_a_ptr + at
+                ahead = first if SPECULATE else first + RESIDENT * ROWS
+                ahead = tl.where(ahead < all_rows, ahead, first)
+                _fetch(o_a_ptr + at, o_b, size_a, size_b, lse_a_ptr + ahead, lse_b_ptr + ahead)
         tl.extra.cuda.gdc_wait()
-    lse_a = _read_lse(at_lse_a, live)
+    lse_a = _read_lse(at_lse_a, live & has_prefix)
     lse_b = _read_lse(at_lse_b, live)
-    has_prefix = rows < tl.where(num_prefix < 0, num_tokens, num_prefix) * num_heads
-    if SPECULATE:
+    need_a, need_b = live & has_prefix, live
+    if not SPECULATE:
+        need_a &= _weighs(lse_a, lse_b)
+        need_b &= _weighs(lse_b, lse_a)
+    if HEAD_DIM <= BLOCK_D:  # asked for before the weights are computed
         columns = tl.arange(0, BLOCK_D)
-        a = _read(o_a_ptr, at_a, columns, live & has_prefix, columns < HEAD_DIM)
+        a = _read(o_a_ptr, at_a, columns, need_a, columns < HEAD_DIM)
         if HAS_B:
-            b = _read(o_b_ptr, at_b, columns, live, columns < HEAD_DIM)
-    lse_a = tl.where(has_prefix, lse_a, float("-inf"))
+            b = _read(o_b_ptr, at_b, columns, need_b, columns < HEAD_DIM)
     peak = tl.maximum(lse_a, lse_b)  # drops a NaN, which exp brings back
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     e_a = tl.exp(lse_a - peak)
@@ -150,19 +180,17 @@ def _merge_pair_kernel(
     # Rounded to nearest: with an approximate quotient the weights may sum to more than 1.
     w_a = tl.where(empty, 0.0, tl.div_rn(e_a, total))
     w_b = tl.where(empty, 0.0, tl.div_rn(e_b, total))
-    lse = peak + tl.log(total)
 
     for start in tl.static_range(0, HEAD_DIM, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         inside = columns < HEAD_DIM
-        if SPECULATE:
-            o = tl.where((w_a != 0.0)[:, None], w_a[:, None] * a, 0.0)
+        if HEAD_DIM > BLOCK_D:
+            a = _read(o_a_ptr, at_a, columns, need_a, inside)
             if HAS_B:
-                o += tl.where((w_b != 0.0)[:, None], w_b[:, None] * b, 0.0)
-        else:
-            o = w_a[:, None] * _read(o_a_ptr, at_a, columns, live & (w_a != 0.0), inside)
-            if HAS_B:
-                o += w_b[:, None] * _read(o_b_ptr, at_b, columns, live & (w_b != 0.0), inside)
+                b = _read(o_b_ptr, at_b, columns, need_b, inside)
+        o = tl.where((w_a != 0.0)[:, None], w_a[:, None] * a, 0.0)
+        if HAS_B:
+            o += tl.where((w_b != 0.0)[:, None], w_b[:, None] * b, 0.0)
         if SCALED:
             divisor = tl.load(scale_ptr) if SCALED == 2 else scale  # 2: the scale is on the device
             o = tl.div_rn(o, tl.zeros_like(o) + divisor)
@@ -176,7 +204,7 @@ def _merge_pair_kernel(
             mask=live[:, None] & inside[None, :],
         )
     at = _offsets(rows, num_heads, 1, stride_lse_t, stride_lse_h, STRIDED)
-    tl.store(lse_ptr + at, lse, mask=live)
+    tl.store(lse_ptr + at, peak + tl.log(total), mask=live)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 
 from .. import driver
 from ..errors import Reason
-from .cuda_merge import has_pdl
+from .cuda_merge import has_pdl, resident_threads
 
 MAX_BLOCK_D = 1024
 MAX_UNROLL = 8  # states that a program reads without a loop
@@ -123,9 +123,10 @@ def prepare_pair(
         *_strides(out_o, fresh, vec),
         *_strides(out_lse, (heads, 1), 1),
     )
-    speculate = size <= tuning.small_limit and head_dim <= shape["BLOCK_D"]
+    speculate = size <= tuning.small_limit
     fixed = {**shape, "STRIDED": strided, "HAS_B": o_b is not None, "SPECULATE": speculate}
-    fixed["FETCH"] = speculate and aligned and not strided and size <= tuning.fetch_limit
+    fixed["RESIDENT"] = 1 if interpreted() else resident_threads(o_a.device) // (32 * tuning.warps)
+    fixed["FETCH"] = tuning.pdl and aligned and not strided and size <= tuning.fetch_limit
     fp32 = torch.float32
     pointers = (o_a.dtype, fp32, o_a.dtype, fp32, out_dtype, fp32)
     module = _kernels()[0]

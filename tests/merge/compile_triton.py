@@ -94,7 +94,8 @@ def main() -> None:
                     "HAS_B": True,
                     "SCALED": scaled,
                     "SPECULATE": speculate,
-                    "FETCH": speculate and aligned and not strided and arch >= 90,
+                    "FETCH": aligned and not strided and arch >= 90,
+                    "RESIDENT": 1056,
                     "IN_PLACE": in_place,
                     "PDL": arch >= 90,
                 }

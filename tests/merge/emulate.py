@@ -38,6 +38,7 @@ static Dim threadIdx, blockIdx, gridDim;
 static float __int_as_float(int i) { float f; memcpy(&f, &i, 4); return f; }
 static float __uint_as_float(unsigned u) { float f; memcpy(&f, &u, 4); return f; }
 static unsigned __float_as_uint(float f) { unsigned u; memcpy(&u, &f, 4); return u; }
+static int __ffs(unsigned u) { return __builtin_ffs(u); }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
@@ -96,10 +97,10 @@ static Vec load_vec(const char* p) {
   if (may_read(p, 16)) memcpy(&v, p, 16);
   return v;
 }
-static float load_lse(const float* p) {
-  if (!may_read(p, 4)) return 0.f;
-  return *p == INF ? -INF : *p;
-}
+static float load_lse(const float* p) { return may_read(p, 4) ? *p : 0.f; }
+static float peek_lse(const float* p) { return load_lse(p); }
+static u32 vote(bool yes) { return (u32)yes << threadIdx.x % 32; }  // each thread by itself
+static bool speaks_for_warp() { return true; }
 static void let_next_come() {}
 static void wait_for_previous() {}
 static volatile char fetched;  // read, so that a stray address is found

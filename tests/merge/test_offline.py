@@ -51,13 +51,13 @@ def defines_of(arch: str, name: str) -> dict[str, int]:
     num_bytes = 1 if size == "small" else 1 << 30
     defines = cuda_merge.macros(dtype, out_dtype, dim, **more)
     if name.startswith("pair"):
-        resident = 0 if more.get("STRIDED") or tile else 1 << 18
         return defines | cuda_merge.pair_macros(
-            vectors, num_bytes, tile, pdl=pdl, resident=resident, tuning=tuning
+            vectors, num_bytes, tile, pdl=pdl, resident=1 << 18, tuning=tuning
         )
     return defines | cuda_merge.many_macros(
-        vectors, states, num_bytes, tile, pdl=pdl, tuning=tuning
-    )
+        vectors, states, num_bytes, tile, counted=more["COUNT_BYTES"] > 0, pdl=pdl,
+        resident=1 << 18, tuning=tuning,
+    )  # fmt: skip
 
 
 def compile_log(arch: str, name: str) -> str:
