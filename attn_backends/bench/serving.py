@@ -151,6 +151,13 @@ def show(row: dict[str, Any]) -> str:
         if "noise" in row:
             steps = f"{row['decided_parted']}/{row['decided_steps']}"
             decided = f", decided {steps} beyond {row['noise']:.4g}"
+        if "float32" in row:
+            own, theirs = row["float32"], row["reference_float32"]
+            decided += (
+                f"; not float32's {own['other_choice']} ({theirs['other_choice']}), gave up "
+                f"{own['given_up_max']:.3g} ({theirs['given_up_max']:.3g}), gap error "
+                f"{own['gap_error_median']:.3g} ({theirs['gap_error_median']:.3g})"
+            )
         return (
             f"{head} vs {row['reference']}: {row['equal_sequences']}/{row['sequences']} sequences, "
             f"{row['equal_tokens']:.4f} tokens; same text: {row['parted']}/{row['steps']} parted "

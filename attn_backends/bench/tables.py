@@ -151,7 +151,7 @@ def _engine(rows: list[dict[str, Any]]) -> list[str]:
             "equal sequences": f"{r['equal_sequences']} of {r['sequences']}",
             "tokens before a difference": f"{100 * r['equal_tokens']:.1f} %",
             **_same_text(r),
-            **_logits(r),
+            **(_float32(r) or _logits(r)),
         }
         for r in rows
         if r["bench"].endswith("_tokens")
@@ -178,6 +178,23 @@ def _logits(row: dict[str, Any]) -> dict[str, str]:
     return {
         "largest gap of logits there": f"{row['max_gap']:.3g}",
         "largest difference of a logprob": f"{row['max_logprob_difference']:.3g}",
+    }
+
+
+def _float32(row: dict[str, Any]) -> dict[str, str]:
+    """Choices and gaps beside float32, of the backend and of its reference."""
+    if "float32" not in row:
+        return {}
+    own, theirs = row["float32"], row["reference_float32"]
+
+    def both(name: str) -> str:
+        return f"{own[name]:.3g} ({theirs[name]:.3g})"
+
+    return {
+        "not float32's choice (reference)": f"{own['other_choice']} ({theirs['other_choice']})",
+        "most given up by one": both("given_up_max"),
+        "error of a gap, median": both("gap_error_median"),
+        "largest": both("gap_error_max"),
     }
 
 

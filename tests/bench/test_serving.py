@@ -324,12 +324,16 @@ def test_transformers_answers_as_an_engine(tmp_path: Path) -> None:
 
 def test_rows_can_be_shown_and_made_into_a_table(tmp_path: Path) -> None:
     log: list[str] = []
-    rows = agree(Fake("THEIRS"), Fake("attn_backends", other={102: 104}))
+    ours = Fake("attn_backends", other={102: 104})
+    soon = serving_tokens.Times(time.monotonic() + SOON, time.monotonic() + SOON)
+    rows = noted([Fake("THEIRS"), ours], [[100], [1000], [2000]], soon, Scorer())
     engines = [Clocked(n, [1.0] * 16, log) for n in ("THEIRS", "attn_backends")]
     rows += serving_rates.throughput("x_throughput", engines, [[1]], 3, time.monotonic() + SOON)
     rows = [{**r, "bench": r["bench"].replace("tokens", "x_tokens")} for r in rows]
     shown = [serving.show(row) for row in rows]
     assert "same text: 1/192 parted" in shown[1] and "ratio 1.000" in shown[3]
+    assert "not float32's 1 (0), gave up 0.125 (0)" in shown[1]
     results = json.loads(json.dumps({"meta": {"command": "x", "gpu": "y"}, "rows": rows}))
     text = table(results)
-    assert "| 1 of 192 steps |" in text and "attn_backends / THEIRS within a turn" in text
+    assert "| 1 of 192 steps |" in text and "| 1 (0) | 0.125 (0) |" in text
+    assert "attn_backends / THEIRS within a turn" in text
