@@ -303,15 +303,17 @@ class Call:
         phases = config.phases and not spec.has_mask
         block_b = min(max(next_power_of_2(batch.num_seqs + 1), 32), 1024)
 
+        registers = 0 if batch.is_paged else config.registers
+
         def prefill_launcher() -> Launcher:
             constants = (
                 ("H", spec.num_heads), ("GROUP", group), *features(), *flags(),
                 ("SKIP_SHORT", plan.splits), ("PHASES", phases),
                 ("HEADS_INNER", config.heads_inner), ("FUSE", config.fuse),
-                ("LANE_SUMS", config.lane_sums), ("PACK", self.pack), ("BLOCK_B", block_b),
+                ("LANE_SUMS", config.lane_sums), ("SETTLE", registers > 0),
+                ("PACK", self.pack), ("BLOCK_B", block_b),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
-            registers = 0 if batch.is_paged else config.registers
             return launcher_of(
                 "prefill", constants, self._warps(config), config.stages, False, registers
             )

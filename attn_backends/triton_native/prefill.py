@@ -20,6 +20,7 @@ from .primitives import (
     NEG_INF,
     add_sink,
     attend,
+    forget,
     full_strides,
     key_range,
     load_query,
@@ -67,7 +68,7 @@ def _prefill_fwd_kernel(
     PAGE_SIZE: tl.constexpr, SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr,
     NARROW: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
-    FUSE: tl.constexpr, LANE_SUMS: tl.constexpr,
+    FUSE: tl.constexpr, LANE_SUMS: tl.constexpr, SETTLE: tl.constexpr,
     SKIP_SHORT: tl.constexpr, PHASES: tl.constexpr, HEADS_INNER: tl.constexpr,
     PACK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +164,7 @@ def _prefill_fwd_kernel(
                 stride_kp, stride_kn, stride_vp, stride_vn,
                 True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
                 D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
-                ROW_SCALE, FUSE, LANE_SUMS,
+                ROW_SCALE, FUSE, LANE_SUMS, SETTLE,
             )  # fmt: skip
         acc0, acc1, m, l = attend(  # noqa: E741
             q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
@@ -172,8 +173,13 @@ def _prefill_fwd_kernel(
             stride_kp, stride_kn, stride_vp, stride_vn,
             False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
             D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
-            ROW_SCALE, FUSE, LANE_SUMS,
+            ROW_SCALE, FUSE, LANE_SUMS, SETTLE,
         )  # fmt: skip
+    if SETTLE:
+        kv_head = (forget(unit) * PACK // GROUP).to(tl.int64)
+        k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn.to(tl.int64)
+        v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn.to(tl.int64)
+        table = table_ptr + forget(b).to(tl.int64) * stride_table
     acc0, acc1, m, l = attend(  # noqa: E741
         q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
         row_pos, row_valid, slope, s_scale, softcap,
@@ -181,9 +187,18 @@ def _prefill_fwd_kernel(
         stride_kp, stride_kn, stride_vp, stride_vn,
         True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
         D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
-        ROW_SCALE, FUSE, LANE_SUMS,
+        ROW_SCALE, FUSE, LANE_SUMS, SETTLE,
     )  # fmt: skip
 
+    if SETTLE:
+        b = forget(b)
+        q_start = tl.load(cu_q_ptr + b)
+        q_end = tl.load(cu_q_ptr + b + 1, mask=b < num_seqs, other=total_q)
+        row = forget(first) + tl.arange(0, BLOCK_M)
+        row_valid = row < (q_end - q_start) * PACK
+        token = q_start.to(tl.int64) + row // PACK
+        head = unit * PACK + row % PACK
+        head_off = head.to(tl.int64)
     m *= score_unit(scale, HAS_SOFTCAP, HAS_ALIBI, ROW_SCALE)
     factor = v_factor
     if HAS_V_SCALE:

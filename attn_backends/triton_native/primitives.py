@@ -141,6 +141,24 @@ def exponent_form(m, scale):
 
 
 @triton.jit
+def settle(x):
+    """``x``, used: an empty instruction that the compiler must have the values of a product for.
+
+    It otherwise leaves a product running into the next turn, whose registers are then taken twice.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def forget(x):
+    """The integer ``x``, of which the compiler knows nothing: what follows from it is made anew.
+
+    It otherwise keeps what a program needs at its begin and at its end in registers in between.
+    """
+    return tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def attend(
     q0, q1, acc0, acc1, m, l,  # noqa: E741
     k_ptr, v_ptr, table_ptr, mask_rows,
@@ -154,6 +172,7 @@ def attend(
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr, NARROW: tl.constexpr,
     FP8: tl.constexpr, ROW_SCALE: tl.constexpr, FUSE: tl.constexpr, LANE_SUMS: tl.constexpr,
+    SETTLE: tl.constexpr = False,
 ):  # fmt: skip
     """Fold the keys [lo, hi), lo a multiple of BLOCK_N, into the state (acc, m, l) of a row tile.
 
@@ -236,6 +255,10 @@ def attend(
                 v1 = to_compute(load_rows(v_ptr, v_off, keep, DV0, DV1, DV, MASKED), dtype, FP8)
                 acc1 = acc1 * alpha[:, None]
                 acc1 = tl.dot(p.to(dtype), v1, acc1, input_precision="ieee")
+        if SETTLE:
+            acc0 = settle(acc0)
+            if DV1 > 0:
+                acc1 = settle(acc1)
         if PAGE_SIZE > 0:
             # Carried into the next turn: a table load in the turn that uses it would leave the
             # key and value loads nothing to be pipelined behind.
