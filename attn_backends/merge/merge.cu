@@ -595,6 +595,14 @@ __device__ __forceinline__ void load_lses(
     lses[i] = FULL || first + i * SPLIT < count ? no_keys(lses[i]) : -INF;
 }
 
+// Outputs of the same states, of those that have weight beside the row's largest LSE.
+__device__ __forceinline__ void load_weighty(
+    const Many& p, u32 first, i64 at, const float (&lses)[BATCH], float peak, Vec (&v)[BATCH]) {
+#pragma unroll
+  for (int i = 0; i < BATCH; ++i)
+    if (weighs(lses[i], peak)) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
+}
+
 // Have brought to L2 what this block will read of up to BATCH states, as far as the LSEs tell that
 // lie there now; see fetch_pair_rows.
 __device__ __forceinline__ void fetch_many_rows(const Many& p, const Tile<PASS_ROWS>& rows) {
@@ -655,19 +663,26 @@ __device__ __forceinline__ void merge_many_rows(const Many& p, const Tile<PASS_R
 #pragma unroll
     for (int i = 0; i < BATCH; ++i)
       if (FULL || group + i * SPLIT < count) v[i] = load_vec(p.state_o(group + i * SPLIT) + at);
-    mass.add(lses);
-#else
-    mass.peak = peak_of(lses, mass.peak);
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (weighs(lses[i], mass.peak)) v[i] = load_vec(p.state_o(group + i * SPLIT) + at);
-    mass.add(lses);
+#elif SPLIT == 1
+    load_weighty(p, 0, at, lses, peak_of(lses, -INF), v);
 #endif
+    mass.add(lses);
 #else
     for (u32 first = group; first < count; first += BATCH * SPLIT) {
       load_lses(p, first, count, at_lse, lses);
       mass.add(lses);
     }
+#endif
+#if SPLIT > 1
+    masses[group][tid] = mass;
+    __syncthreads();
+    mass = Mass{-INF, 0.f};
+    for (int s = 0; s < SPLIT; ++s) mass.peak = fmaxf(mass.peak, masses[s][tid].peak);
+    for (int s = 0; s < SPLIT; ++s)
+      mass.sum += masses[s][tid].sum * expf(masses[s][tid].peak - mass.shift());
+#if SHORT && !SPECULATE
+    load_weighty(p, group, at, lses, mass.peak, v);
+#endif
 #endif
     const float inverse = mass.inverse();
 #if !SHORT
@@ -676,9 +691,7 @@ __device__ __forceinline__ void merge_many_rows(const Many& p, const Tile<PASS_R
     {
 #if !SHORT
       load_lses(p, first, count, at_lse, lses);
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i)
-        if (weighs(lses[i], mass.peak)) v[i] = load_vec(p.state_o(first + i * SPLIT) + at);
+      load_weighty(p, first, at, lses, mass.peak, v);
 #endif
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
@@ -691,26 +704,12 @@ __device__ __forceinline__ void merge_many_rows(const Many& p, const Tile<PASS_R
       }
     }
 #if SPLIT > 1
-    __syncthreads();  // the rows before are done with
-    masses[group][tid] = mass;
 #pragma unroll
     for (int e = 0; e < WIDTH; ++e) partial[group][e][tid] = acc[e];
     __syncthreads();
-    if (group == 0 && valid) {
-      mass = Mass{-INF, 0.f};
-      for (int s = 0; s < SPLIT; ++s) mass.peak = fmaxf(mass.peak, masses[s][tid].peak);
-      for (int s = 0; s < SPLIT; ++s)
-        mass.sum += masses[s][tid].sum * expf(masses[s][tid].peak - mass.shift());
-      const float total = mass.inverse();
+    for (int s = 1; group == 0 && s < SPLIT; ++s) {
 #pragma unroll
-      for (int e = 0; e < WIDTH; ++e) acc[e] = 0.f;
-      for (int s = 0; s < SPLIT; ++s) {
-        float part = masses[s][tid].sum * expf(masses[s][tid].peak - mass.shift());
-        float w = mass.share(part, total);
-        if (w == 0.f) continue;
-#pragma unroll
-        for (int e = 0; e < WIDTH; ++e) acc[e] = fmaf(w, partial[s][e][tid], acc[e]);
-      }
+      for (int e = 0; e < WIDTH; ++e) acc[e] += partial[s][e][tid];
     }
 #endif
     if (valid && group == 0)

@@ -10,10 +10,12 @@ import ctypes
 import shutil
 import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from torch._C._dynamo.guards import _empty_strided_cpu
 
 from attn_backends import driver, layouts
@@ -28,6 +30,7 @@ PRELUDE = r"""
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <vector>
 #define __device__
 #define __global__
 #define __forceinline__ inline
@@ -85,7 +88,9 @@ static void run(long grid, std::function<void()> kernel) {
 HARDWARE = r"""
 static const i64* bounds;  // begin and end of what may be read; null: anything
 static i64 num_bounds;
+static std::vector<i64> reads;  // of the last run
 static bool may_read(const void* p, i64 size) {
+  reads.push_back((i64)p);
   for (i64 i = 0; i < num_bounds; ++i)
     if (bounds[2 * i] <= (i64)p && (i64)p + size <= bounds[2 * i + 1]) return true;
   if (bounds) failure = 3;
@@ -134,8 +139,13 @@ ENTRY = """
 extern "C" int {name}_emulated(long grid, const i64* a, const i64* within, long num) {{
   bounds = num ? within : nullptr;
   num_bounds = num;
+  reads.clear();
   run(grid, [&] {{ {name}({args}); }});
   return failure;
+}}
+extern "C" const i64* {name}_reads(long* num) {{
+  *num = reads.size();
+  return reads.data();
 }}
 """
 
@@ -144,6 +154,9 @@ FAILURES = {1: "a divergent barrier", 2: "a misaligned vector", 3: "a read out o
 
 #: Address and bytes of all that kernels may read, while there is any.
 within: list[tuple[int, int]] = []
+
+#: Takes the addresses that a run has read, or brought to L2, as an array.
+seen: Callable[[np.ndarray], None] | None = None
 
 
 def array(words: list[int]) -> Any:
@@ -165,6 +178,8 @@ def install(monkeypatch: Any, folder: Path) -> None:
         if key not in loaded:
             library = ctypes.CDLL(str(build(source, name, defines, folder / f"{len(loaded)}")))
             loaded[key] = library[f"{name}_emulated"]
+            loaded[key].reads = library[f"{name}_reads"]
+            loaded[key].reads.restype = ctypes.POINTER(ctypes.c_int64)
         return loaded[key], None
 
     class Launch:
@@ -189,6 +204,10 @@ def install(monkeypatch: Any, folder: Path) -> None:
                 ctypes.c_long(self.grid), array(words), array(limits), ctypes.c_long(len(within))
             )
             assert failure == 0, FAILURES[failure]
+            if seen is not None:
+                num = ctypes.c_long()
+                found = self.kernel.reads(ctypes.byref(num))
+                seen(np.array(found[: num.value], dtype=np.int64))
 
         def filled(self, stream: int, *args: Any) -> driver.Filled:
             def call(*args: Any) -> int:
