@@ -128,6 +128,20 @@ static u32 round_half(float f) {
   return f != f ? 0x7fffu : (u + 0x7fffu + (u >> 16 & 1)) >> 16;
 #endif
 }
+#if OUT_TYPE == 3
+static u32 round_fp8(float f) {  // e4m3fn, to nearest even, saturated
+  const u32 sign = __float_as_uint(f) >> 24 & 0x80;
+  const float size = fminf(fabsf(f), 448.f);
+  if (f != f) return 0x7f;
+  if (size == 0.f) return sign;
+  const int exponent = ilogbf(size) < -6 ? -6 : ilogbf(size);
+  const u32 steps = (u32)nearbyintf(ldexpf(size, 3 - exponent));  // 16 carries into the exponent
+  return sign | ((u32)(exponent + 6) << 3) + steps;
+}
+static u32 pack_fp8x4(const float* f) {
+  return round_fp8(f[0]) | round_fp8(f[1]) << 8 | round_fp8(f[2]) << 16 | round_fp8(f[3]) << 24;
+}
+#endif
 static u32 pack_half2(float low, float high) { return round_half(low) | round_half(high) << 16; }
 static void store_words(char* p, const u32 (&words)[OUT_WORDS]) {
   if ((uintptr_t)p % sizeof(words)) failure = 2;

@@ -100,6 +100,17 @@ def test_sinks_and_half_results(emulated, make_state):
         assert_same(got, want)
 
 
+@pytest.mark.parametrize("scale", [0.02, torch.tensor([3.0])])
+@pytest.mark.parametrize("dtype, dim", [(BF16, 128), (FP32, 80)])
+def test_float8_results(emulated, make_state, dtype, dim, scale):
+    a, b = (with_garbage(make_state(13, 5, dim, dtype, seed=i), i) for i in range(2))
+    got, want = (merge_state(*a, *b, output_scale=scale, path=p).o for p in ("cuda", "torch"))
+    assert got.dtype == torch.float8_e4m3fn and want.float().abs().max() > 1
+    # A quotient between two results may be rounded either way, after another float32 rounding.
+    torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=2.0**-3)
+    assert float((got.float() != want.float()).float().mean()) < 0.01
+
+
 MANY = [
     (FP16, 5, 3, 64, 5, "plain"),
     (FP32, 11, 4, 80, 19, "head_major"),
@@ -133,6 +144,18 @@ def test_n_states(emulated, make_state, arrange, monkeypatch, dtype, tokens, hea
         got = merge_states(own, out=(own[0][n // 2], own[1][n // 2]), path="cuda")
         torch.testing.assert_close(got.o, want.o, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(got.lse, want.lse, rtol=0, atol=0, equal_nan=True)
+
+
+def test_thousands_of_states_with_counts_of_their_own(emulated):
+    n, counts = 4096, torch.tensor([0, 1, 7, 63, 64, 65, 4095, 4096], dtype=torch.int32)
+    g = torch.Generator().manual_seed(0)
+    o, lse = torch.randn(n, 8, 1, 16, generator=g), torch.randn(n, 8, 1, generator=g) * 3
+    for t, count in enumerate(counts):  # what a row does not have is not looked at
+        o[count:, t], lse[count:, t] = NAN, NAN
+    got, want = (merge_states((o, lse), counts=counts, path=p) for p in ("cuda", "torch"))
+    torch.testing.assert_close(got.o, want.o, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.lse, want.lse, atol=1e-5, rtol=1e-6)
+    assert got.lse[0, 0] == -INF and not got.o[0].any() and not want.o.isnan().any()
 
 
 @pytest.mark.parametrize("limit", [ALWAYS, NEVER])

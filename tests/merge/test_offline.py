@@ -78,6 +78,28 @@ def test_cuda_kernels_compile_without_spills(arch):
 
 
 @pytest.mark.skipif(bool(nvrtc.missing()), reason="needs cuda-core and NVRTC: the cuda extra")
+@pytest.mark.parametrize("pdl", [False, True])
+def test_cuda_kernels_move_whole_vectors_and_read_past_coherence_where_they_may(pdl, tmp_path):
+    # Where a kernel may start before the one ahead of it has ended, its inputs are not read-only
+    # for as long as it lives, as ld.global.nc asks.
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("needs the cuobjdump that Triton brings")
+    for name in ("pair-bf16-small", "pair-bf16-large", "many-bf16"):
+        defines = {**defines_of("sm_90", name), "PDL": int(pdl), "FETCH": int(pdl)}
+        cubin = tmp_path / "merge.cubin"
+        cubin.write_bytes(nvrtc.compile_cubin(cuda_merge.SOURCE, "sm_90", defines).code)
+        command = [str(tool), "-sass", str(cubin)]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        loads = set(re.findall(r"LDG\S*", code)) - {"LDG.E.STRONG.GPU"}
+        assert loads == (
+            {"LDG.E", "LDG.E.128"} if pdl else {"LDG.E.CONSTANT", "LDG.E.128.CONSTANT"}
+        )
+        assert set(re.findall(r"STG\S*", code)) == {"STG.E", "STG.E.128"}
+
+
+@pytest.mark.skipif(bool(nvrtc.missing()), reason="needs cuda-core and NVRTC: the cuda extra")
 def test_float8_results_compile_where_the_hardware_converts():
     defines = {**defines_of("sm_90", "pair-bf16-small"), "OUT_TYPE": 3}
     assert nvrtc.compile_cubin(cuda_merge.SOURCE, "sm_90", defines, logs=io.StringIO()).code
