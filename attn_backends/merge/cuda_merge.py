@@ -49,7 +49,7 @@ class Tuning(NamedTuple):
     pdl: bool = True
     large_threads: int = 256
     large_from: int = 1 << 22
-    fetch: bool = True
+    fetch: int = 1
     ahead: bool = True
 
     def pair_threads(self, size: int) -> int:
@@ -96,7 +96,7 @@ def pair_macros(
     return {
         "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
         "SPECULATE": int(size <= tuning.small_limit), "PDL": int(pdl),
-        "FETCH": int(pdl and tuning.fetch), "AHEAD": int(tuning.ahead and not tile_tokens),
+        "FETCH": tuning.fetch if pdl else 0, "AHEAD": int(tuning.ahead and not tile_tokens),
         "RESIDENT": max(1, resident // (threads * tuning.unroll)),
     }  # fmt: skip
 

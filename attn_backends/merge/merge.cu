@@ -504,10 +504,11 @@ merge_pair(const char* o_a, const float* lse_a, const char* o_b, const float* ls
   Pair p{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads,
          (u32)(num_prefix < 0 ? num_tokens : num_prefix), (float)scale STRIDE_ARGS};
   const PairRows rows(blockIdx.x, p.num_tokens, p.num_heads);
-#if FETCH
-  if (blockIdx.x < RESIDENT) fetch_pair_rows(p, rows);
-#endif
   fetch_ahead(p, rows);
+#if FETCH
+  for (u32 i = 0; blockIdx.x < RESIDENT && i < FETCH; ++i)
+    fetch_pair_rows(p, PairRows(blockIdx.x + i * RESIDENT, p.num_tokens, p.num_heads));
+#endif
   merge_pair_rows(p, rows, scale_ptr);
 }
 

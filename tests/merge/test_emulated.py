@@ -69,7 +69,7 @@ def test_two_states(emulated, make_state, arrange, monkeypatch, dtype, tokens, h
     )
     a[1][-1, 0] = NAN
     for limit in (ALWAYS, NEVER):  # the kernel for small problems, the one for large ones
-        tuning = cuda_merge.TUNING._replace(small_limit=limit, unroll=2)
+        tuning = cuda_merge.TUNING._replace(small_limit=limit, unroll=2, fetch=2)
         monkeypatch.setattr(cuda_merge.prepare_pair, "__defaults__", (tuning,))
         emulate.pair.forget()
         for prefix in (None, tokens // 2):
