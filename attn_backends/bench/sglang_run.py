@@ -1,4 +1,4 @@
-"""SGLang through this library against SGLang's own Triton backend: tokens, and tokens a second.
+"""SGLang through this library against SGLang's own backends: tokens, and tokens a second.
 
     python -m attn_backends.bench.sglang_run --models smollm2,llama8 --json OUT.json
 
@@ -28,7 +28,7 @@ from .serving_tokens import Times, agreement
 from .sglang_engine import READY
 from .vllm_prompts import random_ids, tokenized
 
-REFERENCE = {"cuda": "triton", "cpu": "torch_native"}
+PEERS = {"cuda": "triton", "cpu": "torch_native"}
 CAPTURE = "1,2,4,8,16,24,32,40,48,56,64"
 
 #: Llama 3 8B with a quarter of its layers and of its vocabulary; its weights are drawn.
@@ -162,7 +162,8 @@ def serve(
     model, folder = MODELS[name], work / name
     # Engines import for a quarter of a minute: the model is made meanwhile.
     engines = [
-        start(each, model, folder, work, options) for each in (REFERENCE[options.device], OURS)
+        start(backend, model, folder, work, options)
+        for backend in [*(options.peers or PEERS[options.device]).split(","), OURS]
     ]
     started: dict[str, Any] = {}
     others: list[Engine] = []
@@ -185,16 +186,21 @@ def serve(
         started = wait_for(
             [*engines, *others], lambda each: f"{name} {each.dtype} {each.backend}", deadline
         )
-        if all(each.ready for each in engines):
+        up = [each for each in engines if each.ready]
+        if len(up) > 1:
             now = time.monotonic()
             until = now + (deadline - now) * options.share
             times = Times(until, deadline, options.patience)
             judge = scorer if scorer is not None and scorer.ready else None
-            agreement("sglang_tokens", engines, prompts, times, told, judge)
+            agreement("sglang_tokens", up, prompts, times, told, judge)
             if options.turns:
                 chosen = options.workloads.split(",") if options.workloads else None
+                some = up
+                if options.timed:  # beside the reference
+                    timed = options.timed.split(",")
+                    some = [up[0], *(each for each in up[1:] if each.backend in timed)]
                 turns = options.turns
-                rows = throughput("sglang_throughput", engines, prompts, turns, deadline, chosen)
+                rows = throughput("sglang_throughput", some, prompts, turns, deadline, chosen)
                 told(rows)
     finally:
         for each in [*engines, *others]:
@@ -207,11 +213,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="of smollm2, llama8")
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
+    parser.add_argument("--peers", help="SGLang's own; the first one is the reference")
+    parser.add_argument("--timed", help="backends to time beside the reference; default: all")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=130_000, help="slots of the pool")
     parser.add_argument("--prefill-graphs", default="disabled", help="or breakable")
-    parser.add_argument("--device", default="cuda", choices=tuple(REFERENCE))
+    parser.add_argument("--device", default="cuda", choices=tuple(PEERS))
     parser.add_argument("--engine", default="{}", help="further arguments of the engine, JSON")
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--prompts", type=int, default=0, help="only the first so many")

@@ -157,8 +157,10 @@ def serve(
             scorer = judge[0] if judge and dtype != "float32" else None
             agreement("vllm_tokens", up, prompts, times, note, scorer)
         for dtype in set(asked) & set(model.compiled):
-            timed = options.timed.split(",") if options.timed else model.runs[dtype]
-            up = [each for each in by_dtype[dtype] if each.backend in timed]
+            up = by_dtype[dtype]
+            if options.timed:  # beside the reference
+                timed = options.timed.split(",")
+                up = [*up[:1], *(each for each in up[1:] if each.backend in timed)]
             if up and options.turns:
                 note(throughput("vllm_throughput", up, prompts, options.turns, deadline))
     finally:
@@ -175,7 +177,7 @@ def main() -> int:
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
     parser.add_argument("--turns", type=int, default=12, help="of throughput; 0 leaves it out")
-    parser.add_argument("--timed", help="backends whose throughput is measured; default: all")
+    parser.add_argument("--timed", help="backends to time beside the reference; default: all")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="eager layers")
     parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="eager decode")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds for one answer")
