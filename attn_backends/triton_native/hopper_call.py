@@ -129,13 +129,13 @@ class HopperCall:
         programs = num_sms * (2 if variant.consumers == 1 else 1)
         numbers = (
             scale * _LOG2E, scale, softcap_in, 0.0 if softcap is None else float(softcap),
-            page_table.stride(0) if page_table is not None else 0, total_q,
+            *lse.stride(), page_table.stride(0) if page_table is not None else 0, total_q,
             left or 0, 0 if right is None else right + 1,
-            heads, num_heads // num_kv_heads, head_group, *steps,
+            heads, num_heads // num_kv_heads, head_group, variant.order, *steps,
         )  # fmt: skip
         self._launcher = HopperLauncher(
             _hopper_prefill_kernel, min(programs, tiles * heads),
-            sources(q, k, v, dv, variant, page_size), numbers, (*o.stride()[:2], *lse.stride()),
+            sources(q, k, v, dv, variant, page_size), numbers, o.stride()[:2],
             constants, variant.max_registers,
         )  # fmt: skip
 

@@ -24,9 +24,9 @@ from .hopper_producer import produce
 
 @gluon.jit(
     do_not_specialize=[
-        "scale", "lse_scale", "softcap_in", "softcap_out", "stride_table", "num_rows", "left",
-        "right_end", "heads", "group", "head_group", "stride_kp", "stride_ks", "stride_kh",
-        "stride_vp", "stride_vs", "stride_vh",
+        "scale", "lse_scale", "softcap_in", "softcap_out", "stride_lt", "stride_lh",
+        "stride_table", "num_rows", "left", "right_end", "heads", "group", "head_group", "order",
+        "stride_kp", "stride_ks", "stride_kh", "stride_vp", "stride_vs", "stride_vh",
     ]
 )  # fmt: skip
 def _hopper_prefill_kernel(
@@ -36,7 +36,7 @@ def _hopper_prefill_kernel(
     o_ptr, lse_ptr, work_ptr, table_ptr, sinks_ptr,
     scale, lse_scale, softcap_in, softcap_out,
     stride_ot: gl.int64, stride_oh: gl.int64, stride_lt: gl.int64, stride_lh: gl.int64,
-    stride_table: gl.int64, num_rows, left, right_end, heads, group, head_group,
+    stride_table: gl.int64, num_rows, left, right_end, heads, group, head_group, order,
     stride_kp: gl.int64, stride_ks: gl.int64, stride_kh: gl.int64,
     stride_vp: gl.int64, stride_vs: gl.int64, stride_vh: gl.int64,
     D: gl.constexpr, D1: gl.constexpr, DV: gl.constexpr,
@@ -44,14 +44,12 @@ def _hopper_prefill_kernel(
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHER: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    DYNAMIC: gl.constexpr, SNAKE: gl.constexpr, PING_PONG: gl.constexpr,
-    NAMED_EMPTY: gl.constexpr, LAZY: gl.constexpr,
+    PING_PONG: gl.constexpr, NAMED_EMPTY: gl.constexpr, LAZY: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     C = Config(
         D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
-        LAZY,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, PING_PONG, NAMED_EMPTY, LAZY,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, PACK, D], dtype)
@@ -107,7 +105,8 @@ def _hopper_prefill_kernel(
     consumer1 = (C, shared, 1) + rest  # noqa: RUF005
     producer = (
         C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, num_rows, left, right_end,
-        heads, group, head_group, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+        heads, group, head_group, order, stride_kp, stride_ks, stride_kh,
+        stride_vp, stride_vs, stride_vh,
     )  # fmt: skip
     P: gl.constexpr = C.PRODUCER_WARPS
     if CONSUMERS == 2:

@@ -32,7 +32,7 @@ from .hopper_variant import (
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ALIGNED = (
-    "o_ptr", "lse_ptr", "work_ptr", "table_ptr", "sinks_ptr", "stride_ot", "stride_oh", "stride_lt"
+    "o_ptr", "lse_ptr", "work_ptr", "table_ptr", "sinks_ptr", "stride_ot", "stride_oh"
 )  # fmt: skip
 _PARAMETER = re.compile(r"\s*\.param (?:\.align (\d+) )?\.(\w+) .*?(?:\[(\d+)\])?,?\s*$")
 

@@ -9,6 +9,9 @@ RING = gl.constexpr(2)  # tiles the producer may announce ahead
 RING_FIELDS = gl.constexpr(8)
 #: Probabilities stay below 2 to this power, far from overflow even in float16.
 LAZY_GROWTH = gl.constexpr(8.0)
+# In which order tiles are taken; 0 is in fixed turns.
+FORTH_AND_BACK = gl.constexpr(1)
+HANDED_OUT = gl.constexpr(2)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 # Named barriers; Triton itself takes the low ones.
@@ -58,8 +61,6 @@ class Config:
     HAS_RIGHT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
     HAS_SINKS: gl.constexpr
-    DYNAMIC: gl.constexpr
-    SNAKE: gl.constexpr
     PING_PONG: gl.constexpr
     NAMED_EMPTY: gl.constexpr
     LAZY: gl.constexpr  # a maximum is kept until it is exceeded by a factor of 2^LAZY_GROWTH
@@ -73,8 +74,7 @@ class Config:
     @gluon.constexpr_function
     def __init__(
         self, D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, DYNAMIC, SNAKE, PING_PONG, NAMED_EMPTY,
-        LAZY,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, PING_PONG, NAMED_EMPTY, LAZY,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.D1 = gl.constexpr(D1)
@@ -90,8 +90,6 @@ class Config:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.DYNAMIC = gl.constexpr(DYNAMIC)
-        self.SNAKE = gl.constexpr(SNAKE)
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.NAMED_EMPTY = gl.constexpr(NAMED_EMPTY)
         self.LAZY = gl.constexpr(LAZY)
@@ -196,6 +194,8 @@ def key_tiles(kv_len, pos0, rows, left, right_end, C: gl.constexpr):
 
 __all__ = [
     "Config",
+    "FORTH_AND_BACK",
+    "HANDED_OUT",
     "K_EMPTY",
     "LAZY_GROWTH",
     "LN2",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from .hopper_compat import copies_arrive, copy_rows, gl, gluon, mbarrier, tma_load
 from .hopper_parts import (
+    FORTH_AND_BACK,
+    HANDED_OUT,
     K_EMPTY,
     RING,
     RING_FIELDS,
@@ -135,10 +137,10 @@ def _announce(shared, slot, phase, first, rows, kv_len, pos0, head, C):
 
 
 @gluon.jit
-def _draw(work_ptr, C):
+def _draw(work_ptr, order):
     """The next ticket for a tile, if tiles are handed out."""
     ticket = 0
-    if C.DYNAMIC:
+    if order == HANDED_OUT:
         ticket = gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
     return ticket
 
@@ -146,7 +148,8 @@ def _draw(work_ptr, C):
 @gluon.jit
 def produce(
     C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, num_rows, left, right_end,
-    heads, group, head_group, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh,
+    heads, group, head_group, order, stride_kp, stride_ks, stride_kh,
+    stride_vp, stride_vs, stride_vh,
 ):  # fmt: skip
     """The producer: announce each tile, and keep its slots filled."""
     Q_BYTES: gl.constexpr = 64 * C.CONSUMERS * (C.D + C.D1) * q.dtype.primitive_bitwidth // 8
@@ -232,11 +235,11 @@ def produce(
                     v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
                 if tile == end - 2:
                     # The first slots are filled: nobody waits for the round trip of the ticket.
-                    ticket = _draw(work_ptr, C)
+                    ticket = _draw(work_ptr, order)
                 tile -= 1
         else:
-            ticket = _draw(work_ptr, C)
-        if C.DYNAMIC:
+            ticket = _draw(work_ptr, order)
+        if order == HANDED_OUT:
             # Every ticket up to the number of tiles is drawn once; the last puts the counter back.
             if ticket == total - 1:
                 gl.store(work_ptr + 1, 0)
@@ -244,8 +247,8 @@ def produce(
         else:
             turn += 1
             offset = gl.program_id(0)
-            if C.SNAKE:
-                offset = gl.where(turn % 2 == 1, programs - 1 - offset, offset)
+            if (order == FORTH_AND_BACK) & (turn % 2 == 1):
+                offset = programs - 1 - offset
             work = turn * programs + offset
     _announce(shared, ring, ring_phase, 0, -1, 0, 0, 0, C)
 

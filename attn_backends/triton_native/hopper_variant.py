@@ -50,6 +50,11 @@ class Variant:
         return 64 * self.consumers // self.pack
 
     @property
+    def order(self) -> int:
+        """How tiles are taken, as the kernel numbers it."""
+        return 2 if self.dynamic else int(self.snake)
+
+    @property
     def max_registers(self) -> int:
         """Registers per thread that the launch reserves, before warps trade them."""
         return 168 if self.consumers == 2 else 128
@@ -202,8 +207,6 @@ def compile_arguments(
         "HAS_RIGHT": right is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": sinks,
-        "DYNAMIC": variant.dynamic,
-        "SNAKE": variant.snake and not variant.dynamic,
         "PING_PONG": variant.ping_pong and variant.consumers == 2,
         "NAMED_EMPTY": variant.named_empty,
         "LAZY": variant.lazy,
