@@ -4,6 +4,7 @@
 - The LSE of ``[H, T]`` is transposed on its MLA path, which ``v is k`` with 512 lanes selects by
   itself; such widths are not declared here.
 - Where a page is a whole tile, unused slots are loaded, so pages are limited to smaller sizes.
+  The kernel for those takes widths in multiples of 16.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class FlashAttention4(FlashBuild):
 
     def extra_reasons(self, spec: AttentionSpec, options: Any) -> list[Reason]:
         """Widths that only a copy of the whole cache could serve, and pages of whole tiles."""
-        reasons = padded_dims_reasons(spec, 8, equal=False, high=128)
+        reasons = padded_dims_reasons(spec, 16, equal=False, high=128)
         paged = not self.takes_dense_keys(spec, options)
         if paged and (spec.page_size or 0) >= _TILE and not options.finite_cache:
             fix = "set finite_cache=True if unused slots hold finite values"

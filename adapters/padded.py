@@ -4,12 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from ..batch import Batch
 from .arrange import to_device
 from .tensors import take
+
+#: Slots that may be copied in vain, so that whole pages can be.
+_FEW_SLOTS = 256
+
+
+class PagesAlike(NamedTuple):
+    """Pages of sequences that have equally many keys, from the same slot of their first page.
+
+    Attributes:
+        index: ``[n * pages]`` int64, the pages of each sequence in order.
+        num: n.
+        start: The slot of the first key.
+        stop: The slot after the last, counted from the first page.
+    """
+
+    index: torch.Tensor
+    num: int
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(
+        batch: Batch, members: torch.Tensor, page_size: int, skipped: int, keys: int
+    ) -> PagesAlike:
+        """Of some sequences of a batch: ``keys`` of each, after the first ``skipped``."""
+        assert batch.page_table is not None
+        first, last = skipped // page_size, -(-(skipped + keys) // page_size)
+        index = batch.page_table[members, first:last].long().flatten()
+        start = skipped - first * page_size
+        return PagesAlike(index, len(members), start, start + keys)
+
+    def room(self, page_size: int) -> int:
+        """Slots of one sequence that are taken, wanted or not."""
+        return self.index.shape[0] // self.num * page_size
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """The pages of a cache ``[P, page_size, HK, D]``, back to back."""
+        if x.dtype.itemsize == 1:  # not defined for every fp8 dtype
+            return x.view(torch.uint8).index_select(0, self.index).view(x.dtype)
+        return x.index_select(0, self.index)
+
+    def view(self, pages: torch.Tensor) -> torch.Tensor:
+        """The keys in pages taken, ``[n, keys, HK, D]``."""
+        return pages.view(self.num, -1, *pages.shape[2:])[:, self.start : self.stop]
 
 
 class Padded:
@@ -28,6 +73,8 @@ class Padded:
     Attributes:
         whole: The members are all rows of the batch, in order, and nothing is padded: then
             queries and rows are views.
+        pages: How keys are taken by whole pages, or None.
+        dense_views: Keys are views too.
         q_lens: ``[n]`` int32 on the device.
         kv_lens: ``[n]`` int32 on the device: keys that some query sees.
         max_q: Longest query count.
@@ -52,7 +99,10 @@ class Padded:
         self.max_q, self.max_k = max(q_lens), max(kv_lens)
         every = list(members) == list(range(batch.num_seqs))
         self.whole = every and min(q_lens) == self.max_q
-        self._views = dense and every and min(kv_lens) == self.max_k
+        self.pages: PagesAlike | None = None
+        self.dense_views = dense and every and min(kv_lens) == self.max_k
+        skipped = {kv - kept for kv, kept in zip(all_keys, kv_lens)}
+        alike = min(kv_lens) == self.max_k and len(skipped) == 1
         self.q_lens = to_device(q_lens, torch.int32, device)
         self.kv_lens = to_device(kv_lens, torch.int32, device)
         starts = to_device([q_starts[b] for b in members], torch.int64, device)
@@ -80,9 +130,13 @@ class Padded:
         else:
             assert batch.page_table is not None
             first = self._skipped[:, None]  # [n, 1]
+            if alike:  # then whole pages are taken, and what is wanted of them is a view
+                pages = PagesAlike.of(batch, chosen, page_size, skipped.pop(), self.max_k)
+                few = pages.room(page_size) <= 2 * self.max_k + _FEW_SLOTS
+                self.pages = pages if few else None
             places = self._fill(first + slots, first[:, 0])  # [n, max_k]
-            pages = batch.page_table[chosen].long().gather(1, places // page_size)
-            self._where = (pages, places % page_size)
+            page = batch.page_table[chosen].long().gather(1, places // page_size)
+            self._where = (page, places % page_size)
 
     def _fill(self, index: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """Indices past a sequence's keys point to its own first: valid, and never used."""
@@ -98,9 +152,11 @@ class Padded:
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
         """Ragged or paged ``k`` or ``v`` as ``[n, HK, max_k, D]``, zero past a sequence's keys."""
-        if self._views:
+        if self.dense_views:
             used = x[: len(self._all_keys) * self.max_k]
             return used.view(-1, self.max_k, *x.shape[1:]).transpose(1, 2)
+        if self.pages is not None:
+            return self.pages.view(self.pages.take(x)).transpose(1, 2)
         found = take(x, self._where)
         if self._short_k is not None:
             bits = found.view(torch.uint8) if found.dtype.itemsize == 1 else found

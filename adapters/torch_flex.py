@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -24,9 +24,11 @@ from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..plan import Plan
 from ..spec import FP8_DTYPES, AttentionSpec
-from .adapter import AdapterBackend
+from .adapter import AdapterBackend, AdapterPlan
 from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
+from .flash_build import NO_EXTRAS
 from .padded import Padded, mask_starts
+from .straight import Kernel, straight
 
 Mod = Callable[..., torch.Tensor]
 
@@ -99,7 +101,7 @@ def without_advice() -> Iterator[None]:
     _advised.set()
 
 
-class TorchFlexPlan(Plan):
+class TorchFlexPlan(AdapterPlan):
     """A batch laid out side by side."""
 
     def __init__(self, backend: TorchFlexBackend, batch: Batch) -> None:
@@ -183,35 +185,69 @@ class TorchFlexBackend(AdapterBackend):
         spec, padded = self.spec, plan.padded
         if padded is None:
             return no_keys(q, spec, out)
-        v = k[..., : spec.dv] if v is None else v
-        fast = _compiles(self.options, q.device)
-        width = spec.out_dtype
-        if not fast and width != torch.float64:
-            width = torch.float32  # uncompiled, scores are rounded to the dtype of the queries
-        tensors = [padded.queries(take_rows(q, plan.work)), padded.keys(k), padded.keys(v)]
-        query, key, value = (x.to(width) for x in tensors)
+        values = k[..., : spec.dv] if v is None else v
+        fast, rows = _compiles(self.options, q.device), take_rows(q, plan.work)
+        tensors = (padded.queries(rows), padded.keys(k), padded.keys(values))
         visible = None
         if extras.mask is not None and plan.starts is not None:
             visible = padded.mask(extras.mask, plan.starts)
         with torch.no_grad():
             if plan.block_mask is None or visible is not None:
                 plan.block_mask = _block_mask(spec, padded, visible, fast)
-            o, aux = flex_attention(
-                fast,
-                query,
-                key,
-                value,
-                score_mod=score_mod(spec, padded, extras),
-                block_mask=plan.block_mask,
-                scale=spec.scale,
-                enable_gqa=spec.group_size > 1,
-                return_aux=flex_module().AuxRequest(lse=True),
-            )
-            o = padded.rows(o)
+            arguments = self._arguments(plan, padded, extras)
+            found = attend(partial(flex_attention, fast), tensors, self._width(q), arguments)
+            o, lse = padded.rows(found[0]), padded.rows(found[1])
             if extras.v_scale is not None:
                 o = o.float() * per_head(extras.v_scale, spec, q.device)[:, None]
-            lse = padded.rows(aux.lse).float()
-            return restore(o.to(spec.out_dtype), lse, plan.work, q.shape[0], out)
+            result = restore(o.to(spec.out_dtype), lse.float(), plan.work, q.shape[0], out)
+        if rows is q and v is not None and extras == NO_EXTRAS:
+            kernel = self._kernel(fast, self._width(q), arguments)
+            learned = straight(
+                padded, q, k, v, kernel, (found[0].to(spec.out_dtype), found[1].float())
+            )
+            if learned is not None:
+                plan.learn(q, k, v, extras, out, learned)
+        return result
+
+    def _width(self, q: torch.Tensor) -> torch.dtype:
+        """What scores are computed in."""
+        width = self.spec.out_dtype
+        if not _compiles(self.options, q.device) and width != torch.float64:
+            return torch.float32  # uncompiled, scores are rounded to the dtype of the queries
+        return width
+
+    def _arguments(self, plan: TorchFlexPlan, padded: Padded, extras: RunExtras) -> dict[str, Any]:
+        spec = self.spec
+        return dict(
+            score_mod=score_mod(spec, padded, extras),
+            block_mask=plan.block_mask,
+            scale=spec.scale,
+            enable_gqa=spec.group_size > 1,
+            return_aux=flex_module().AuxRequest(lse=True),
+        )
+
+    def _kernel(self, fast: bool, width: torch.dtype, arguments: dict[str, Any]) -> Kernel:
+        """The same for later layers, for which nothing is compiled any more."""
+        function = compiled("flex_attention").__wrapped__ if fast else partial(flex_attention, fast)
+        dtype = self.spec.out_dtype
+
+        @torch.no_grad()  # as the first layer: a kernel is compiled for one or the other
+        def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            o, lse = attend(function, tensors, width, arguments)
+            return o.to(dtype), lse.float()
+
+        return Kernel(kernel)
+
+
+def attend(
+    function: Callable[..., Any],
+    tensors: tuple[torch.Tensor, ...],
+    width: torch.dtype,
+    arguments: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(o [n, H, L, DV], lse [n, H, L])`` of tensors side by side."""
+    o, aux = function(*(x.to(width) for x in tensors), **arguments)
+    return o, aux.lse
 
 
 def score_mod(spec: AttentionSpec, padded: Padded, extras: RunExtras) -> Mod | None:

@@ -4,14 +4,18 @@
   the process where there are no keys at all. Causality goes in as a mask wherever corners differ,
   and rows without keys never go in.
 - ``efficient`` pads its LSE to a multiple of 32; ``cudnn`` adds a dimension of one from 2.9.
-- ``flash`` and ``cudnn`` on CUDA take no mask here. Where they are asked for by name, and causality
-  is not square, the keys that every query sees are attended to first, and both parts merged.
+- ``flash`` on CUDA anchors it at the bottom right, as the contract does. PyTorch's own
+  ``scaled_dot_product_attention`` refuses that; the operator does not. A ROCm build is not relied
+  on for it.
+- ``flash`` and ``cudnn`` on CUDA take no mask here. Where ``cudnn`` is asked for, and causality is
+  not square, the keys that every query sees are attended to first, and both parts merged.
+- Kernels load 16 bytes at a time: rows that start elsewhere are copied.
 - All three want batches of equal lengths: sequences are grouped by their lengths.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,11 +28,12 @@ from ..merge import merge_state
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
-from .adapter import AdapterBackend
+from .adapter import AdapterBackend, AdapterPlan
 from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
 from .flash_build import kernel_query, kernel_scale, round_up
 from .padded import Padded, kept_keys, mask_starts
-from .tensors import widen
+from .straight import Kernel, straight
+from .tensors import aligned, widen
 
 #: The operators, which are private, by kernel.
 OPERATORS = {
@@ -37,6 +42,10 @@ OPERATORS = {
     "cudnn": "_scaled_dot_product_cudnn_attention",
     "cpu": "_scaled_dot_product_flash_attention_for_cpu",
 }
+_WITHOUT_BIAS = ("flash", "cudnn")
+
+#: A kernel, and its ``(o [n, H, L, DV], lse [n, H, L])``.
+Found = tuple[Kernel, tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchSdpaOptions(BackendOptions):
@@ -52,6 +61,7 @@ class Group(NamedTuple):
 
     Attributes:
         padded: Where they lie; nothing is padded, since their lengths are equal.
+        kernel: What computes them.
         starts: ``[n]`` where each one's part of the mask starts, or None.
         bounds: ``[q_len, kv_len]`` bool that causality and window leave, or None if they hide
             nothing.
@@ -62,6 +72,7 @@ class Group(NamedTuple):
     """
 
     padded: Padded
+    kernel: str
     starts: torch.Tensor | None
     bounds: torch.Tensor | None
     causal: bool
@@ -69,7 +80,7 @@ class Group(NamedTuple):
     early: int = 0
 
 
-class TorchSdpaPlan(Plan):
+class TorchSdpaPlan(AdapterPlan):
     """A batch in groups of equal lengths."""
 
     backend: TorchSdpaBackend
@@ -86,18 +97,23 @@ class TorchSdpaPlan(Plan):
         self.groups = [self._group(inner, seqs, *lengths) for lengths, seqs in members.items()]
 
     def _group(self, batch: Batch, seqs: list[int], q_len: int, kv_len: int) -> Group:
-        spec = self.spec
+        spec, asked = self.spec, self.backend.options.kernel
         padded = Padded(batch, seqs, spec.page_size, spec.bounds[0], dense=self.work.dense)
         starts = mask_starts(batch, seqs) if spec.has_mask else None
         left, right = spec.bounds
         diagonal = kv_len - q_len
         hides_left = left is not None and kv_len - 1 - left > 0
         hides_right = right is not None and diagonal + right < kv_len - 1
+        biased = spec.has_alibi or spec.has_mask
         if not hides_left and not hides_right:
-            return Group(padded, starts, None, False)
-        plain = spec.causal and left is None and not spec.has_alibi and not spec.has_mask
-        if plain and (q_len == kv_len or _without_bias(self.backend.options, batch.device)):
-            return Group(padded, starts, None, True, early=kv_len - q_len)
+            kernel = _kernel(asked, batch.device, spec, biased)
+            return Group(padded, kernel, starts, None, False)
+        if spec.causal and left is None and not biased:
+            kernel = _kernel(asked, batch.device, spec, False)
+            if not diagonal or _ends_together(kernel):
+                return Group(padded, kernel, starts, None, True)
+            if kernel in _WITHOUT_BIAS:
+                return Group(padded, kernel, starts, None, True, early=diagonal)
         i = torch.arange(q_len, device=batch.device)[:, None] + diagonal
         j = torch.arange(kv_len, device=batch.device)[None, :]
         bounds = torch.ones(q_len, kv_len, dtype=torch.bool, device=batch.device)
@@ -105,10 +121,9 @@ class TorchSdpaPlan(Plan):
             bounds &= j >= i - left
         if right is not None:
             bounds &= j <= i + right
-        bias = None
-        if not spec.has_mask and not spec.has_alibi:
-            bias = _bias(spec, padded, bounds, None)
-        return Group(padded, starts, bounds, False, bias)
+        bias = None if biased else _bias(spec, padded, bounds, None)
+        kernel = _kernel(asked, batch.device, spec, True)
+        return Group(padded, kernel, starts, bounds, False, bias)
 
 
 class TorchSdpaBackend(AdapterBackend):
@@ -138,7 +153,7 @@ class TorchSdpaBackend(AdapterBackend):
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
         """A PyTorch without one of the operators, which are private."""
-        missing = [name for name in OPERATORS.values() if not hasattr(torch.ops.aten, name)]
+        missing = [name for name in OPERATORS.values() if not hasattr(torch, name)]
         return [Reason("torch", torch.__version__, f"a version with aten::{n}") for n in missing]
 
     @classmethod
@@ -183,31 +198,39 @@ class TorchSdpaBackend(AdapterBackend):
         spec, work = self.spec, plan.work
         if not plan.groups:
             return no_keys(q, spec, out)
-        v = k[..., : spec.dv] if v is None else v
+        values = k[..., : spec.dv] if v is None else v
         rows = take_rows(q, work)
         with torch.no_grad():
             if plan.groups[0].padded.whole:
-                o, lse = attend(self, plan.groups[0], rows, k, v, extras)
-                return restore(o, lse, work, q.shape[0], out)
+                o, lse, found = attend(spec, plan.groups[0], rows, k, values, extras)
+                result = restore(o, lse, work, q.shape[0], out)
+                if rows is q and v is not None and found is not None:
+                    learned = straight(plan.groups[0].padded, q, k, v, *found)
+                    if learned is not None:
+                        plan.learn(q, k, v, extras, out, learned)
+                return result
             o = torch.empty(*rows.shape[:2], spec.dv, dtype=q.dtype, device=q.device)
             lse = torch.empty(rows.shape[:2], dtype=torch.float32, device=q.device)
             for group in plan.groups:
-                part_o, part_lse = attend(self, group, rows, k, v, extras)
+                part_o, part_lse, _ = attend(spec, group, rows, k, values, extras)
                 o.index_copy_(0, group.padded.targets, part_o)
                 lse.index_copy_(0, group.padded.targets, part_lse)
         return restore(o, lse, work, q.shape[0], out)
 
 
 def attend(
-    backend: TorchSdpaBackend,
+    spec: AttentionSpec,
     group: Group,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     extras: RunExtras,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(o [rows, H, DV], lse [rows, H])`` of one group."""
-    spec, padded = backend.spec, group.padded
+) -> tuple[torch.Tensor, torch.Tensor, Found | None]:
+    """``(o [rows, H, DV], lse [rows, H])`` of one group, and how the kernel gave it.
+
+    The last is None if there was more to do than the kernel does, with these extras or with any.
+    """
+    padded, kernel = group.padded, group.kernel
     query, key, value = padded.queries(q), padded.keys(k), padded.keys(v)
     visible = group.bounds
     if extras.mask is not None and group.starts is not None:
@@ -216,40 +239,63 @@ def attend(
     bias = group.bias
     if bias is None:
         bias = _bias(spec, padded, visible, extras.alibi_slopes)
-    kernel = _kernel(backend.options.kernel, query, spec, bias is not None)
     narrow = kernel == "efficient" and extras.alibi_slopes is not None
     if narrow or kernel == "cpu":
         # ``efficient`` takes a bias in the query dtype, and half types cannot tell far keys apart;
         # the kernel for CPUs sums half-precision probabilities in half precision.
         query, key, value = query.float(), key.float(), value.float()
-    query, scale = kernel_query(query, spec), kernel_scale(spec)
+    width, value_width = widths(kernel, spec)
+    query = aligned(widen(kernel_query(query, spec), width))
+    key, value = aligned(widen(key, width)), aligned(widen(value, value_width))
+    call = prepared(group._replace(bias=bias), spec, query.dtype)
     if group.early:
         n = group.early
-        before = _call(kernel, query, key[:, :, :n], value[:, :, :n], None, False, scale)
-        after = _call(kernel, query, key[:, :, n:], value[:, :, n:], None, True, scale)
-        return merge_state(*(padded.rows(x) for x in (*before, *after)))
-    o, lse = _call(kernel, query, key, value, bias, group.causal, scale)
-    o = o.to(q.dtype)
+        before = prepared(group._replace(causal=False), spec, query.dtype)
+        parts = (
+            *before(query, aligned(key[:, :, :n]), aligned(value[:, :, :n])),
+            *call(query, aligned(key[:, :, n:]), aligned(value[:, :, n:])),
+        )
+        o, lse = merge_state(*(padded.rows(x) for x in parts))
+        return o[..., : spec.dv], lse, None
+    wide_o, lse = call(query, key, value)
+    o = wide_o[..., : spec.dv].to(q.dtype)
+    as_given = (width, value_width) == (spec.head_dim, spec.dv) and wide_o.dtype == q.dtype
+    found = (call, (wide_o, lse)) if as_given else None
     if extras.mask is not None and visible is not None:
         empty = ~visible.any(dim=-1)  # [n, 1, q_len]
         o = o.masked_fill(empty[..., None], 0)
         lse = lse.masked_fill(empty, float("-inf"))
-    return padded.rows(o), padded.rows(lse)
+        found = None
+    return padded.rows(o), padded.rows(lse), found
 
 
 def _without_bias(options: BackendOptions | None, device: torch.device | None) -> bool:
     """Whether the kernel that was asked for can hide nothing but what lies above a diagonal."""
     asked = options.kernel if isinstance(options, TorchSdpaOptions) else "auto"
-    return asked in ("flash", "cudnn") and not (device is not None and device.type == "cpu")
+    return asked in _WITHOUT_BIAS and not (device is not None and device.type == "cpu")
 
 
-def _kernel(asked: str, query: torch.Tensor, spec: AttentionSpec, biased: bool) -> str:
-    if query.device.type == "cpu":
+def _kernel(asked: str, device: torch.device, spec: AttentionSpec, biased: bool) -> str:
+    if device.type == "cpu":
         return "cpu"
     if asked != "auto":
         return asked
-    half = query.dtype in (torch.float16, torch.bfloat16)
+    half = spec.dtype in (torch.float16, torch.bfloat16)
     return "flash" if half and not biased and spec.dv == spec.head_dim else "efficient"
+
+
+def _ends_together(kernel: str) -> bool:
+    """Whether a kernel's diagonal ends at the last query and key, and not begins at the first."""
+    return kernel == "flash" and torch.version.hip is None
+
+
+def widths(kernel: str, spec: AttentionSpec) -> tuple[int, int]:
+    """The widths of keys and values that a kernel takes, for those of the spec."""
+    d, dv = spec.head_dim, spec.dv
+    if kernel == "cpu":
+        return max(d, dv), max(d, dv)
+    d, dv = round_up(d, 8), round_up(dv, 8)
+    return (max(d, dv), max(d, dv)) if kernel == "flash" else (d, dv)
 
 
 def _bias(
@@ -273,53 +319,37 @@ def _bias(
     return bias
 
 
-def _call(
-    kernel: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    bias: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kernel on ``[n, H, L, D]``, natural LSE ``[n, H, L]``."""
-    op = getattr(torch.ops.aten, OPERATORS[kernel])
-    dv = v.shape[-1]
+def prepared(group: Group, spec: AttentionSpec, dtype: torch.dtype) -> Kernel:
+    """A kernel on ``[n, H, L, D]`` in ``dtype``; natural LSE ``[n, H, L]``."""
+    kernel, causal, bias = group.kernel, group.causal, group.bias
+    function, rows = operator(kernel), group.padded.max_q
+    shape = (group.padded.q_lens.shape[0], spec.num_heads, -1, -1)
+    named: dict[str, Any] = {"scale": kernel_scale(spec)}
+    if kernel == "flash":  # which shares heads of keys by itself, as the kernel for CPUs does
+        return Kernel(function, (0.0, causal, False), named)
     if kernel == "cpu":
-        width = max(q.shape[-1], dv)
-        q, k, v = widen(q, width), widen(k, width), widen(v, width)
-        if bias is not None:
-            bias = bias.to(torch.float32).expand(q.shape[0], q.shape[1], -1, -1)
-        o, lse = op(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-        return o[..., :dv], lse
-    group = q.shape[1] // k.shape[1]
-    if group > 1 and kernel != "flash":  # which shares heads of keys by itself
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    width = round_up(q.shape[-1], 8)
-    value_width = round_up(dv, 8) if kernel != "flash" else round_up(max(width, dv), 8)
-    if kernel == "flash":
-        width = value_width
-    q, k, v = widen(q, width), widen(k, width), widen(v, value_width)
-    rows = q.shape[2]
-    if kernel == "flash":
-        o, lse = op(q, k, v, 0.0, causal, False, scale=scale)[:2]
-    elif kernel == "efficient":
-        o, lse = op(q, k, v, _aligned_bias(bias, q, k), True, 0.0, causal, scale=scale)[:2]
-    else:
-        o, lse = op(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
-        lse = lse.squeeze(-1) if lse.dim() == 4 else lse
-    return o[..., :dv], lse[..., :rows]
+        named["attn_mask"] = None if bias is None else bias.float().expand(shape)
+        return Kernel(function, (0.0, causal), named)
+    if kernel == "efficient":
+        bias = None if bias is None else _aligned_bias(bias.to(dtype), shape)
+        rest: tuple[Any, ...] = (bias, True, 0.0, causal)
+        return Kernel(function, rest, named, spec.group_size, lambda lse: lse[..., :rows])
+    rest = (None, True, 0.0, causal, False)
+    return Kernel(
+        function, rest, named, spec.group_size,
+        lambda lse: lse.squeeze(-1) if lse.dim() == 4 else lse,
+    )  # fmt: skip
 
 
-def _aligned_bias(
-    bias: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
-) -> torch.Tensor | None:
-    """A bias in the query dtype whose rows start at multiples of 16 elements."""
-    if bias is None:
-        return None
-    keys = k.shape[2]
-    wide = widen(bias.to(q.dtype), round_up(keys, 16))
-    return wide[..., :keys].expand(q.shape[0], q.shape[1], -1, -1)
+def _aligned_bias(bias: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A bias whose rows start at multiples of 16 elements, in a shape that ends in its own."""
+    keys = bias.shape[-1]
+    return widen(bias, round_up(keys, 16))[..., :keys].expand(shape)
+
+
+def operator(kernel: str) -> Any:
+    """PyTorch's binding of a kernel, which costs less than the way through ``torch.ops``."""
+    return getattr(torch, OPERATORS[kernel])
 
 
 __all__ = ["OPERATORS", "TorchSdpaBackend", "TorchSdpaOptions"]

@@ -23,8 +23,9 @@ try:  # what torch's compiled code allocates by: no argument is looked at
     from torch._C._dynamo import guards as _guards
 
     _empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+    _reinterpret: Any = getattr(_guards, "_reinterpret_tensor", None)
 except ImportError:
-    _guards, _empty_strided_cuda = None, None  # type: ignore[assignment]
+    _guards, _empty_strided_cuda, _reinterpret = None, None, None  # type: ignore[assignment]
 
 
 def empty(
@@ -46,6 +47,17 @@ def maker(
     for size in shape[:0:-1]:
         stride.insert(0, size * stride[0])
     return partial(_empty_strided_cuda, shape, tuple(stride), dtype)
+
+
+def _as_strided(
+    x: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0
+) -> torch.Tensor:
+    return x.as_strided(shape, stride, x.storage_offset() + offset)
+
+
+#: ``restride(x, shape, stride, offset=0)``: a view of ``x``, without a gradient, that starts
+#: ``offset`` elements after it. Nothing is checked.
+restride: Callable[..., torch.Tensor] = _as_strided if _reinterpret is None else _reinterpret
 
 
 def guard(*tensors: Any) -> Callable[..., bool] | None:
@@ -108,4 +120,4 @@ def _works() -> bool:
 
 _COMPILED = _works()
 
-__all__ = ["empty", "guard", "layout", "maker"]
+__all__ = ["empty", "guard", "layout", "maker", "restride"]

@@ -7,6 +7,9 @@ repeated as it was, with the same tensors and the same planned wrapper, in turn 
 the difference is the adapter: checks, choices, views, the LSE's base and shape. Outputs that the
 adapter allocates are left to the library in its own call, which allocates them too.
 
+Kernels for equal lengths know no pages, and their LSE lies by heads: whoever calls them copies.
+What these copies cost alone, added to the library's call, is a column of its own.
+
 Both are queued and not waited for. Only answers that are right have times.
 """
 
@@ -109,7 +112,7 @@ def entries(backend: AttentionBackend, plan: Plan) -> list[tuple[Any, str]]:
     if backend.name == "torch_varlen":
         return [(torch_varlen.probe_varlen().module, "varlen_attn")]
     if backend.name == "torch_sdpa":
-        return [(torch.ops.aten, name) for name in torch_sdpa.OPERATORS.values()]
+        return [(torch, name) for name in torch_sdpa.OPERATORS.values()]
     if backend.name == "torch_flex":
         return [(torch_flex, "flex_attention")]
     raise ValueError(f"{backend.name} is no adapter")
@@ -142,8 +145,37 @@ def library_call(backend: AttentionBackend, x: Inputs) -> Seen:
         function = getattr(torch_flex.flex_module(), name)
         if fast:
             function = torch_flex.compiled(name).__wrapped__  # type: ignore[attr-defined]
-        call = Seen(function, tuple(tensors), call.kwargs)
+        # As the adapter calls it: with gradients it would be compiled once more.
+        call = Seen(torch.no_grad()(function), tuple(tensors), call.kwargs)
     return call
+
+
+def copies(
+    backend: AttentionBackend, plan: Plan, x: Inputs, found: Any
+) -> Callable[[], Any] | None:
+    """The copies that a kernel for equal lengths needs around it; None if it needs none.
+
+    Args:
+        backend: An adapter.
+        plan: A plan of it.
+        x: What it computes.
+        found: What the library's own call gave.
+    """
+    if backend.name not in ("torch_sdpa", "torch_flex"):
+        return None
+    padded = plan.padded if hasattr(plan, "padded") else plan.groups[0].padded  # type: ignore
+    pages, k, v = padded.pages, x.k[0], x.v[0]
+    lse = getattr(found[1], "lse", found[1])
+    apart = lse.shape[0] > 1 and lse.shape[2] > 1
+
+    def call() -> None:
+        if pages is not None:
+            pages.take(k)
+            pages.take(v)
+        if apart:
+            lse.transpose(1, 2).contiguous()
+
+    return call if apart or pages is not None else None
 
 
 def compare(
@@ -208,6 +240,10 @@ def _row(name: str, x: Inputs, want: Any, limit: float, samples: int) -> dict[st
     if not check(lambda _: backend.run(q, k, v, plan), want, limit).right:
         return {**row, "right": False}
     direct, ours, gap = compare(seen.again, lambda: backend.run(q, k, v, plan), x.device, samples)
+    needed = copies(backend, plan, x, seen.again())
+    if needed is not None:
+        _, _, more = compare(seen.again, lambda: (seen.again(), needed()), x.device, samples)
+        row["copies_us"] = round(more.median_us, 2)
     return {
         **row, "right": True, "direct_us": round(direct.median_us, 2),
         "ours_us": round(ours.median_us, 2), "overhead_us": round(gap.median_us, 2),

@@ -117,6 +117,7 @@ def _overheads(rows: list[dict[str, Any]]) -> list[str]:
                 "library, us": r["direct_us"],
                 "adapter, us": r["ours_us"],
                 "added, us": f"{r['overhead_us']} ({r['p25_us']} to {r['p75_us']})",
+                "copies alone, us": r.get("copies_us", ""),
                 f"< {r['aim_us']:g} us": "yes" if r["met"] else "no",
             }
             for r in rows

@@ -10,13 +10,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from attn_backends.adapters import torch_varlen
+from attn_backends.adapters import torch_sdpa, torch_varlen
 from attn_backends.adapters.fa2 import FlashAttention2, VllmFlashAttention2
 from attn_backends.adapters.fa3 import FlashAttention3, VllmFlashAttention3
 from attn_backends.adapters.fa4 import FlashAttention4
 from attn_backends.adapters.flash_attention import FlashAttentionBackend
 from attn_backends.adapters.flashinfer import FlashInferBackend
+from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
 from attn_backends.packages import forget_probes
 
@@ -70,6 +72,24 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             max_compute_capability=None,
         )
         monkeypatch.setattr(owner, "capabilities", here)
+
+
+@pytest.fixture
+def sdpa_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``torch_sdpa`` choose on the CPU as on CUDA, among stand-ins of the operators there."""
+    from standin_sdpa import OPERATORS
+
+    on_cuda, without_bias = torch_sdpa._kernel, torch_sdpa._without_bias
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(torch_sdpa, "operator", OPERATORS.__getitem__)
+    monkeypatch.setattr(torch_sdpa, "_kernel", lambda asked, _, *rest: on_cuda(asked, cuda, *rest))
+    monkeypatch.setattr(torch_sdpa, "_without_bias", lambda asked, _: without_bias(asked, cuda))
+    reasons = TorchSdpaBackend.unsupported_reasons.__func__
+
+    def elsewhere(cls: Any, spec: Any, phase: Any = None, device: Any = None, options: Any = None):
+        return reasons(cls, spec, phase, None, options)
+
+    monkeypatch.setattr(TorchSdpaBackend, "unsupported_reasons", classmethod(elsewhere))
 
 
 def options_of(backend: Any, **values: Any) -> Any:

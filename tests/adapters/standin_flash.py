@@ -241,6 +241,8 @@ def flash_attn_4() -> ModuleType:
         assert all(bound is None or bound >= 0 for bound in window_size), "a literal bound"
         window = tuple(-1 if bound is None else bound for bound in window_size)
         assert page_table is None or cu_seqlens_k is None
+        if page_table is not None and k.shape[1] < 64:
+            assert q.shape[-1] % 16 == 0 == v.shape[-1] % 16, "irregular head dim"
         lengths = (cu_seqlens_k.diff() if seqused_k is None else seqused_k).tolist()
         starts = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
         o = torch.full((q.shape[0], q.shape[1], v.shape[-1]), float("nan"), dtype=q.dtype)

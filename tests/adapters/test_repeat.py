@@ -15,6 +15,8 @@ from support import Call, assert_close, make_call, reference, run
 from attn_backends import backend as backend_module
 from attn_backends.adapters.flash_attention import FlashAttentionBackend
 from attn_backends.adapters.flashinfer import FlashInferBackend
+from attn_backends.adapters.torch_flex import TorchFlexBackend
+from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
 from attn_backends.errors import InvalidInputError
 from attn_backends.output import AttentionOutput
@@ -107,6 +109,77 @@ def test_later_layers_are_not_checked_again_and_are_right(
     monkeypatch.setattr(backend_module, "check_extras", None)  # calling either would raise
     for other, want in zip(layers, wanted):
         assert_close(attend(other), want)
+
+
+#: Lengths under which kernels for equal lengths have no copies to make but of pages and LSE.
+EQUAL = {
+    "decode": ([1, 1, 1], [40, 40, 40]), "square": ([9, 9], [9, 9]), "extend": ([5, 5], [20, 20]),
+    "alone": ([7], [33]),
+}  # fmt: skip
+SIDE_BY_SIDE: dict[str, Callable[[AttentionSpec], Any]] = {
+    **{
+        kernel: lambda s, kernel=kernel: TorchSdpaBackend(
+            s, device="cpu", options=TorchSdpaBackend.Options(kernel=kernel)
+        )
+        for kernel in ("auto", "efficient", "cudnn")
+    },
+    "flex": lambda s: TorchFlexBackend(s, device="cpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "out"])
+@pytest.mark.parametrize("lengths", EQUAL)
+@pytest.mark.parametrize("page_size", [None, 16, 512])
+@pytest.mark.parametrize("way", SIDE_BY_SIDE)
+def test_later_layers_of_equal_lengths_go_straight_to_the_kernel(
+    way: str, page_size: int | None, lengths: str, given: bool,
+    sdpa_of_cuda: None, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    backend = SIDE_BY_SIDE[way](spec(page_size=page_size))
+    call = make_call(backend.spec, *EQUAL[lengths])
+    plan = backend.plan(call.batch)
+    checks = [backend_module.check_qkv]
+
+    def attend(call: Call) -> AttentionOutput:
+        out = None
+        if given:
+            o = torch.full((*call.q.shape[:2], backend.spec.dv), float("nan"), dtype=torch.float16)
+            out = (o, torch.full(o.shape[:2], float("nan")))
+        got = backend.run(call.q, call.k, call.v, plan, out=out)
+        assert out is None or (got.o is out[0] and got.lse is out[1])
+        return got
+
+    assert_close(attend(call), reference(call))
+    straight = plan.repeat is not None
+    # cuDNN has two calls to make where causality is not square, and few keys of a large page are
+    # gathered by themselves.
+    twice = way == "cudnn" and lengths in ("extend", "alone")
+    assert straight == (not twice and page_size != 512)
+    layers = [layer(call, seed) for seed in (1, 2)]
+    wanted = [reference(other) for other in layers]
+    monkeypatch.setattr(backend_module, "check_qkv", None if straight else checks[0])
+    for other, want in zip(layers, wanted):
+        assert_close(attend(other), want)
+
+
+@pytest.mark.parametrize("way", SIDE_BY_SIDE)
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_views_that_start_between_multiples_of_16_bytes_are_copied(
+    way: str, page_size: int | None, sdpa_of_cuda: None
+) -> None:
+    backend = SIDE_BY_SIDE[way](spec(page_size=page_size))
+    call = make_call(backend.spec, *EQUAL["square"])
+    plan = backend.plan(call.batch)
+
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        room = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
+        room[..., 2:-1] = x
+        return room[..., 2:-1]
+
+    for _ in range(2):
+        ours = call._replace(q=odd(call.q), k=odd(call.k), v=odd(call.v))
+        assert_close(run(backend, ours, plan), reference(call))
+        assert_close(run(backend, call, plan), reference(call))
 
 
 @pytest.mark.parametrize("way", WAYS)

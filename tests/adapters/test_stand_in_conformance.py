@@ -15,6 +15,7 @@ from standin_varlen import varlen
 
 from attn_backends.adapters.flash_attention import FlashAttentionBackend
 from attn_backends.adapters.flashinfer import FlashInferBackend
+from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
 from attn_backends.conformance import run_conformance
 
@@ -46,6 +47,15 @@ def test_the_contract_holds(name: str, install: Any, on_cpu: None) -> None:
     backend, modules, options = libraries()[name]
     install(**modules)
     report = run_conformance(backend, options=backend.Options.model_validate(options))
+    failed = [f"{r.requirement}/{r.case}: {r.detail}" for r in report.rows if r.status == "failed"]
+    assert not failed, "\n".join(failed)
+    assert sum(r.status == "passed" for r in report.rows) > 120
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flash", "efficient", "cudnn"])
+def test_the_contract_holds_over_the_operators_for_cuda(kernel: str, sdpa_of_cuda: None) -> None:
+    options = TorchSdpaBackend.Options(kernel=kernel)
+    report = run_conformance(TorchSdpaBackend, options=options)
     failed = [f"{r.requirement}/{r.case}: {r.detail}" for r in report.rows if r.status == "failed"]
     assert not failed, "\n".join(failed)
     assert sum(r.status == "passed" for r in report.rows) > 120

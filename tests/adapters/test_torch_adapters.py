@@ -143,35 +143,26 @@ def test_sdpa_says_what_a_kernel_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("page_size", [None, 4])
-def test_kernels_without_a_mask_are_causal_by_merging_what_all_queries_see(
-    page_size, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_kernels_without_a_mask_are_causal_by_their_corner_or_by_merging(
+    kernel: str, page_size: int | None, sdpa_of_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel here hides what lies above the diagonal from the top left, and nothing else."""
-    squares: list[bool] = []
+    seen: list[tuple[int, bool]] = []
+    function = torch_sdpa.operator(kernel)
 
-    def kernel(name, q, k, v, bias, causal, scale):
-        assert name == "cudnn" and bias is None
-        assert not causal or q.shape[2] == k.shape[2]
-        squares.append(causal)
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = q.float() @ k.transpose(2, 3) * scale
-        if causal:
-            scores = scores + torch.full(scores.shape[2:], float("-inf")).triu(1)
-        o = scores.softmax(dim=-1) @ v
-        return o.to(torch.float16), scores.logsumexp(dim=-1)
+    def watched(q, k, v, *rest, **named):
+        seen.append((k.shape[2], rest[1] if kernel == "flash" else rest[3]))
+        return function(q, k, v, *rest, **named)
 
-    monkeypatch.setattr(torch_sdpa, "_without_bias", lambda options, device: True)
-    monkeypatch.setattr(torch_sdpa, "_kernel", lambda asked, query, spec, biased: asked)
-    monkeypatch.setattr(torch_sdpa, "_call", kernel)
+    monkeypatch.setattr(torch_sdpa, "operator", lambda name: watched)
     fields = spec(dtype=torch.float16, page_size=page_size)
     call = make_call(fields, [5, 0, 3, 1, 3, 6], [3, 4, 9, 7, 9, 6])
-    options = TorchSdpaBackend.Options(kernel="cudnn")
-    monkeypatch.setattr(TorchSdpaBackend, "unsupported_reasons", lambda *_: [])
-    assert_close(
-        run(TorchSdpaBackend(fields, device="cpu", options=options), call), reference(call)
-    )
-    assert sorted(squares) == [False, False, True, True, True]  # 9 keys take two, 7 none hidden
+    options = TorchSdpaBackend.Options(kernel=kernel)
+    bound = TorchSdpaBackend(fields, device="cpu", options=options)
+    assert_close(run(bound, call), reference(call))
+    squares = [(3, True), (6, True), (7, False)]  # 7 keys of one query: none is hidden
+    more = [(9, True)] if kernel == "flash" else [(3, True), (6, False)]
+    assert sorted(seen) == sorted(squares + more)
 
 
 def test_a_device_that_only_the_batch_names_is_checked() -> None:
