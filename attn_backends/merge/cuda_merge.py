@@ -116,7 +116,7 @@ def many_macros(
     rows, threads = block(vectors, aim, tile_tokens, most)
     return {
         "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
-        "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small),
+        "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small and split == 1),
         "FULL": int(states == batch * split and not counted), "PDL": int(pdl),
         "FETCH": int(pdl and tuning.fetch), "RESIDENT": max(1, resident // (2 * threads * split)),
     }  # fmt: skip

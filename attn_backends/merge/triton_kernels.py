@@ -27,10 +27,15 @@ NO_WEIGHT = tl.constexpr(103.9722)  # exp(-x) is 0 in float32 for any x beyond
 
 
 @triton.jit
-def _read_lse(ptrs, mask):
-    """LSEs with +inf and masked rows as -inf."""
-    lse = tl.load(ptrs, mask=mask, other=float("-inf"))
+def _no_keys(lse):
+    """LSEs with +inf, which says as -inf that there are no keys, as -inf."""
     return tl.where(lse == float("inf"), float("-inf"), lse)
+
+
+@triton.jit
+def _read_lse(ptrs, mask):
+    """The same of what lies in memory; masked rows are -inf."""
+    return _no_keys(tl.load(ptrs, mask=mask, other=float("-inf")))
 
 
 @triton.jit
@@ -52,42 +57,91 @@ def _weighs(lse, other):
 
 
 @triton.jit
-def _fetch(o_a, o_b, size_a, size_b, lse_a, lse_b):
-    """Have ``size`` bytes of each output, and a line of both LSEs, brought to L2 by one thread.
+def _fetch_lines(a, b):
+    """Have two lines brought to L2 by one thread; no read, see merge.cu."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first prefetch.global.L2 [$1];
+        @first prefetch.global.L2 [$2];
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,l",
+        [a.to(tl.int64), b.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
-    That is no read: what a kernel ahead still writes there arrives at L2 too, where all of the GPU
-    sees the same, and is there when it is loaded.
-    """
+
+@triton.jit
+def _fetch_bulk(a, size_a, b, size_b):
+    """The same for so many bytes, which may be none."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred first, some_a, some_b;
         .reg .b32 thread;
         mov.u32 thread, %tid.x;
         setp.eq.u32 first, thread, 0;
-        setp.ne.and.s32 some_a, $3, 0, first;
+        setp.ne.and.s32 some_a, $2, 0, first;
         setp.ne.and.s32 some_b, $4, 0, first;
-        @some_a cp.async.bulk.prefetch.L2.global [$1], $3;
-        @some_b cp.async.bulk.prefetch.L2.global [$2], $4;
-        @first prefetch.global.L2 [$5];
-        @first prefetch.global.L2 [$6];
+        @some_a cp.async.bulk.prefetch.L2.global [$1], $2;
+        @some_b cp.async.bulk.prefetch.L2.global [$3], $4;
         mov.b32 $0, 0;
         }""",
-        "=r,l,l,r,r,l,l",
-        [
-            o_a.to(tl.int64), o_b.to(tl.int64), size_a, size_b,
-            lse_a.to(tl.int64), lse_b.to(tl.int64),
-        ],
+        "=r,l,r,l,r",
+        [a.to(tl.int64), size_a, b.to(tl.int64), size_b],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )
+
+
+@triton.jit
+def _fetch_tile(
+    o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, first, num_rows, num_prefix_rows,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_B: tl.constexpr, SPECULATE: tl.constexpr,
+):  # fmt: skip
+    """Have a tile of contiguous rows brought to L2: a side of it if all rows need that.
+
+    What they need is told by the LSEs that lie there now. A kernel ahead may still change them:
+    then too much is brought, or too little, but nothing is merged by them.
+    """
+    rows = first + tl.arange(0, ROWS)
+    live, has_prefix = rows < num_rows, rows < num_prefix_rows
+    num = tl.maximum(tl.minimum(num_rows - first, ROWS), 0).to(tl.int32)
+    size_a = num * (HEAD_DIM * o_a_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    size_b = size_a
+    if SPECULATE:
+        _fetch_lines(lse_a_ptr + first, lse_b_ptr + first)
+    else:
+        lse_a = tl.load(lse_a_ptr + rows, mask=live & has_prefix, other=0.0, volatile=True)
+        lse_b = tl.load(lse_b_ptr + rows, mask=live, other=0.0, volatile=True)
+        lse_a, lse_b = _no_keys(lse_a), _no_keys(lse_b)
+        need_a = (_weighs(lse_a, lse_b) & has_prefix) | ~live
+        need_b = _weighs(lse_b, lse_a) | ~has_prefix | ~live
+        size_a = tl.where(tl.min(need_a.to(tl.int32), 0) == 1, size_a, 0)
+        size_b = tl.where(tl.min(need_b.to(tl.int32), 0) == 1, size_b, 0)
+    if not HAS_B:
+        size_b = size_b * 0
+    at = tl.minimum(first, num_rows).to(tl.int64) * HEAD_DIM
+    _fetch_bulk(o_a_ptr + at, size_a, o_b_ptr + at, size_b)
 
 
 @triton.jit
 def _read(o_ptr, rows, columns, mask, inside):
-    """A tile of outputs as float32, 0 where masked."""
+    """A tile of outputs, 0 where masked."""
     at = rows[:, None] + columns[None, :]
-    return tl.load(o_ptr + at, mask=mask[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    return tl.load(o_ptr + at, mask=mask[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _weighted(w, o):
+    """Outputs times their weights in float32; of weight 0 whatever they hold is nothing."""
+    return tl.where((w != 0.0)[:, None], w[:, None] * o.to(tl.float32), 0.0)
 
 
 def _merge_pair_kernel(
@@ -139,26 +193,17 @@ def _merge_pair_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if FETCH:
+            num_rows = num_tokens * num_heads
             first = tl.program_id(0) * ROWS
-            if tl.program_id(0) < RESIDENT:
-                all_rows = num_tokens * num_heads
-                num = tl.minimum(all_rows - first, ROWS).to(tl.int32)
-                size_a = num * (HEAD_DIM * o_a_ptr.dtype.element_ty.primitive_bitwidth // 8)
-                size_b = size_a if HAS_B else 0
-                if not SPECULATE:  # of a side only if all its rows have weight as LSEs are now
-                    lse_a = tl.load(at_lse_a, mask=live & has_prefix, other=0.0, volatile=True)
-                    lse_b = tl.load(at_lse_b, mask=live, other=0.0, volatile=True)
-                    lse_a = tl.where(lse_a == float("inf"), float("-inf"), lse_a)
-                    lse_b = tl.where(lse_b == float("inf"), float("-inf"), lse_b)
-                    need_a = _weighs(lse_a, lse_b) & has_prefix | ~live
-                    need_b = _weighs(lse_b, lse_a) | ~live
-                    size_a = tl.where(tl.min(need_a.to(tl.int32), 0) == 1, size_a, 0)
-                    size_b = tl.where(tl.min(need_b.to(tl.int32), 0) == 1, size_b, 0)
-                at = first.to(tl.int64) * HEAD_DIM
-                o_b = o_b_ptr + at if HAS_B else o_a_ptr + at
-                ahead = first if SPECULATE else first + RESIDENT * ROWS
-                ahead = tl.where(ahead < all_rows, ahead, first)
-                _fetch(o_a_ptr + at, o_b, size_a, size_b, lse_a_ptr + ahead, lse_b_ptr + ahead)
+            ahead = tl.minimum(first + RESIDENT * ROWS, num_rows - 1)
+            _fetch_lines(lse_a_ptr + ahead, lse_b_ptr + ahead)
+            for i in tl.static_range(FETCH):
+                if tl.program_id(0) < RESIDENT:
+                    prefix_rows = tl.where(num_prefix < 0, num_tokens, num_prefix) * num_heads
+                    _fetch_tile(
+                        o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, first + i * RESIDENT * ROWS,
+                        num_rows, prefix_rows, HEAD_DIM, ROWS, HAS_B, SPECULATE,
+                    )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     lse_a = _read_lse(at_lse_a, live & has_prefix)
     lse_b = _read_lse(at_lse_b, live)
@@ -188,9 +233,9 @@ def _merge_pair_kernel(
             a = _read(o_a_ptr, at_a, columns, need_a, inside)
             if HAS_B:
                 b = _read(o_b_ptr, at_b, columns, need_b, inside)
-        o = tl.where((w_a != 0.0)[:, None], w_a[:, None] * a, 0.0)
+        o = _weighted(w_a, a)
         if HAS_B:
-            o += tl.where((w_b != 0.0)[:, None], w_b[:, None] * b, 0.0)
+            o += _weighted(w_b, b)
         if SCALED:
             divisor = tl.load(scale_ptr) if SCALED == 2 else scale  # 2: the scale is on the device
             o = tl.div_rn(o, tl.zeros_like(o) + divisor)
@@ -208,18 +253,12 @@ def _merge_pair_kernel(
 
 
 @triton.jit
-def _jump(states, stride, j1, j2, j3, j4, j5, j6, j7, SEPARATE: tl.constexpr):
-    """Distance of states from the first: multiples of a stride, or one number each."""
+def _jump(STATE: tl.constexpr, stride, j1, j2, j3, j4, j5, j6, j7, SEPARATE: tl.constexpr):
+    """Distance of a state from the first: a multiple of a stride, or a number of its own."""
+    jump = stride * STATE
     if SEPARATE:
-        jump = tl.where(states == 1, j1, 0)
-        jump = tl.where(states == 2, j2, jump)
-        jump = tl.where(states == 3, j3, jump)
-        jump = tl.where(states == 4, j4, jump)
-        jump = tl.where(states == 5, j5, jump)
-        jump = tl.where(states == 6, j6, jump)
-        jump = tl.where(states == 7, j7, jump)
-    else:
-        jump = states * stride
+        if STATE > 0:
+            jump = (j1, j2, j3, j4, j5, j6, j7)[STATE - 1]
     return jump
 
 
@@ -281,50 +320,66 @@ def _merge_many_kernel(
         count = tl.minimum(count, num_states)
     else:
         count = tl.where(live, num_states, 0)
-    if SHORT:  # a loop of one turn, which the compiler inlines
-        longest: tl.constexpr = BLOCK_O
-    else:
-        longest = tl.max(count, 0)
 
-    # Peak and sum of each row: the recurrence of the online softmax, one state at a time. A
-    # reduction over a tile of states would tie these vectors to a layout of its own, and every
-    # later use would go through shared memory.
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for first in range(0, longest, BLOCK_O):
+    columns = tl.arange(0, BLOCK_D)
+    lses, outputs = (), ()
+    if SHORT:
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
         for s in tl.static_range(BLOCK_O):
-            state = tl.zeros([], tl.int64) + first + s
-            at = _jump(
-                state, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
-            )
-            lse = _read_lse(lse_0_ptr + at + at_lse_in, state < count)
-            new_peak = tl.maximum(peak, lse)
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            total = total * tl.exp(peak - shift) + tl.exp(lse - shift)
-            peak = new_peak
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
+            at = _jump(s, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE)
+            lses += (_read_lse(lse_0_ptr + at + at_lse_in, s < count),)
+            peak = tl.maximum(peak, lses[s])
+        if HEAD_DIM <= BLOCK_D:  # asked for before the weights are computed
+            for s in tl.static_range(BLOCK_O):
+                at = _jump(s, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
+                need = _weighs(lses[s], peak)
+                at = (at + at_in) * VEC
+                outputs += (_read(o_0_ptr, at, columns, need, columns < HEAD_DIM),)
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
+        total = tl.zeros([ROWS], tl.float32)
+        for s in tl.static_range(BLOCK_O):
+            total += tl.exp(lses[s] - shift)
+    else:
+        # The recurrence of the online softmax, one state at a time. A reduction over a tile of
+        # states would tie these vectors to a layout of its own, and every later use would go
+        # through shared memory.
+        longest = tl.max(count, 0)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for first in range(0, longest, BLOCK_O):
+            for s in tl.static_range(BLOCK_O):
+                state = tl.zeros([], tl.int64) + first + s
+                lse = _read_lse(lse_0_ptr + state * stride_lse_n + at_lse_in, state < count)
+                new_peak = tl.maximum(peak, lse)
+                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                total = total * tl.exp(peak - shift) + tl.exp(lse - shift)
+                peak = new_peak
+        shift = tl.where(peak == float("-inf"), 0.0, peak)
 
     at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED)
     for start in tl.static_range(0, HEAD_DIM, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         inside = columns < HEAD_DIM
         o = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for first in range(0, longest, BLOCK_O):
+        if SHORT:
             for s in tl.static_range(BLOCK_O):
-                state = tl.zeros([], tl.int64) + first + s
-                known = state < count
-                at = _jump(
-                    state, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
-                )
-                lse = _read_lse(lse_0_ptr + at + at_lse_in, known)
-                w = tl.where(total == 0.0, 0.0, tl.div_rn(tl.exp(lse - shift), total))  # [ROWS]
-                at = _jump(state, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
-                o_i = tl.load(
-                    o_0_ptr + (at + at_in[:, None]) * VEC + columns[None, :],
-                    mask=(known & (w != 0.0))[:, None] & inside[None, :],
-                    other=0.0,
-                )  # [ROWS, BLOCK_D]
-                o += w[:, None] * o_i.to(tl.float32)
+                w = tl.where(total == 0.0, 0.0, tl.div_rn(tl.exp(lses[s] - shift), total))
+                if HEAD_DIM <= BLOCK_D:
+                    o_i = outputs[s]
+                else:
+                    at = _jump(s, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
+                    need = _weighs(lses[s], peak)
+                    o_i = _read(o_0_ptr, (at + at_in) * VEC, columns, need, inside)
+                o += _weighted(w, o_i)
+        else:
+            for first in range(0, longest, BLOCK_O):
+                for s in tl.static_range(BLOCK_O):
+                    state = tl.zeros([], tl.int64) + first + s
+                    lse = _read_lse(lse_0_ptr + state * stride_lse_n + at_lse_in, state < count)
+                    w = tl.where(total == 0.0, 0.0, tl.div_rn(tl.exp(lse - shift), total))
+                    at = (state * stride_o_n + at_in) * VEC
+                    o_i = _read(o_0_ptr, at, columns, _weighs(lse, peak), inside)
+                    o += _weighted(w, o_i)
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(

@@ -42,6 +42,7 @@ class Tuning(NamedTuple):
     small_limit: int = 1 << 62
     pdl: bool = True
     fetch_limit: int = 1 << 23
+    fetch: int = 1
     large_warps: int = 8
     large_from: int = 1 << 20
 
@@ -126,7 +127,8 @@ def prepare_pair(
     speculate = size <= tuning.small_limit
     fixed = {**shape, "STRIDED": strided, "HAS_B": o_b is not None, "SPECULATE": speculate}
     fixed["RESIDENT"] = 1 if interpreted() else resident_threads(o_a.device) // (32 * tuning.warps)
-    fixed["FETCH"] = tuning.pdl and aligned and not strided and size <= tuning.fetch_limit
+    fetches = tuning.pdl and aligned and not strided and size <= tuning.fetch_limit
+    fixed["FETCH"] = tuning.fetch if fetches else 0
     fp32 = torch.float32
     pointers = (o_a.dtype, fp32, o_a.dtype, fp32, out_dtype, fp32)
     module = _kernels()[0]
