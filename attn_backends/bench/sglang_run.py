@@ -208,8 +208,8 @@ def serve(
     return started
 
 
-def main() -> int:
-    """Entry point."""
+def options_of(argv: list[str] | None = None) -> argparse.Namespace:
+    """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help="of smollm2, llama8")
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
@@ -231,7 +231,12 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")
     parser.add_argument("--logs", help="keep the engines' logs in this folder")
     parser.add_argument("--json", help="results file")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    """Entry point."""
+    options = options_of()
     return serve_models(options, serve, "attn_backends.bench.sglang_run")
 
 

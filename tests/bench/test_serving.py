@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.bench import serving, serving_rates, serving_tokens, serving_truth, vllm_run
+from attn_backends.bench import (
+    serving,
+    serving_rates,
+    serving_tokens,
+    serving_truth,
+    sglang_run,
+    vllm_run,
+)
 from attn_backends.bench.tables import table
 
 SOON = 60.0
@@ -225,6 +232,48 @@ def test_no_turn_begins_that_would_not_end_in_time() -> None:
     engine = Clocked("THEIRS", [1.0] * 100, log)
     assert serving_rates.throughput("rates", [engine], [[1]], 9, time.monotonic() - 1) == []
     assert log == []
+
+
+@pytest.mark.parametrize("missing, reference", [((), "fa3"), (("fa3",), "triton")])
+def test_engines_that_do_not_come_up_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: tuple[str, ...], reference: str
+) -> None:
+    """The first that is up is the reference, and is timed whatever is chosen."""
+
+    class Started(Clocked):
+        def __init__(self, backend: str, *rest: Any):
+            super().__init__(backend, [0.25] * 99, [])
+            self.ready: dict[str, Any] = {}
+            self.process = SimpleNamespace(pid=0, wait=lambda: None)
+
+        def ask(self, command: dict[str, Any] | None, deadline: float) -> Any:
+            if command is None:
+                return None if self.backend in missing else {"version": "0"}
+            return {**Fake.ask(self, command, deadline), "cached": 0, "seconds": next(self.seconds)}
+
+        def why(self) -> str:
+            return "no such library"
+
+    monkeypatch.setattr(sglang_run, "start", Started)
+    monkeypatch.setattr(sglang_run, "stop", lambda each: None)
+    monkeypatch.setattr(sglang_run, "smollm2_folder", lambda gguf, folder: folder.mkdir())
+    monkeypatch.setattr(sglang_run, "tokenized", lambda folder: [[100], [1000]])
+    asked = (
+        "--models smollm2 --device cpu --peers fa3,triton --timed attn_backends "
+        "--workloads decode --turns 1"
+    )
+    parsed = sglang_run.options_of(asked.split())
+    rows: list[dict[str, Any]] = []
+    started = sglang_run.serve("smollm2", tmp_path, parsed, time.monotonic() + 9, rows.extend)
+    assert [name for name, facts in started.items() if "failed" in facts] == [
+        f"smollm2 bfloat16 {name}" for name in missing
+    ]
+    tokens = [row for row in rows if row["bench"] == "sglang_tokens"]
+    assert {row["reference"] for row in tokens} == {reference}
+    assert {"triton", "attn_backends"} - {reference} <= {row["backend"] for row in tokens}
+    timed = [row["backend"] for row in rows if row["bench"] == "sglang_throughput"]
+    assert timed == [reference, "attn_backends"]
+    assert all(row["case"]["page_size"] == 1 for row in rows)
 
 
 def worker(code: str, tmp_path: Path) -> serving.Engine:
