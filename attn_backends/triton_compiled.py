@@ -6,7 +6,7 @@ driver is asked, and where it does not agree with the kernel's signature, Triton
 
 from __future__ import annotations
 
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 from . import driver
@@ -43,6 +43,8 @@ class Form(NamedTuple):
         pdl: Whether it may start before the kernel ahead has ended.
         formats: One letter per argument, see ``driver.Launch``.
         kept: For each argument of the source, whether it is one of the compiled kernel.
+        widths: For each of those that are, as how many values it is passed: more than one for a
+            tensor map, which its shape and strides follow.
         scratch: Null pointers behind them.
         compiled: The kernel, which must stay alive.
     """
@@ -53,12 +55,22 @@ class Form(NamedTuple):
     pdl: bool
     formats: str
     kept: tuple[bool, ...]
+    widths: tuple[int, ...]
     scratch: int
     compiled: Any
 
     def arguments(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Those of a source's arguments, constants included, that the kernel takes."""
-        return (*compress(values, self.kept), *(0,) * self.scratch)
+        """Those of a source's arguments, constants included, that the kernel takes.
+
+        Args:
+            values: By argument; a tuple for a tensor map.
+        """
+        taken = compress(values, self.kept)
+        if len(self.formats) - self.scratch > len(self.widths):
+            taken = chain.from_iterable(
+                x if width > 1 else (x,) for x, width in zip(taken, self.widths)
+            )
+        return (*taken, *(0,) * self.scratch)
 
     def launch(
         self, grid: tuple[int, int, int], values: tuple[Any, ...], changing: int
@@ -67,13 +79,17 @@ class Form(NamedTuple):
 
         Args:
             grid: Programs per dimension.
-            values: All arguments in order, constants included; addresses for tensors.
+            values: All arguments in order, constants included; addresses for tensors. None for
+                those that are absent, which no launch passes.
             changing: How many of the first each launch passes anew.
         """
-        if len(values) != len(self.kept) or not all(self.kept[:changing]):
+        if len(values) != len(self.kept):
             return None
+        if any(x is not None and not kept for x, kept in zip(values[:changing], self.kept)):
+            return None
+        letters = sum(self.widths[: sum(self.kept[:changing])])
         return driver.Launch(
-            self.function, grid, self.threads, self.formats, self.arguments(values), changing,
+            self.function, grid, self.threads, self.formats, self.arguments(values), letters,
             shared=self.shared, pdl=self.pdl, owner=self.compiled,
         )  # fmt: skip
 
@@ -97,22 +113,33 @@ def form_of(compiled: Any) -> Form | None:
         return None
     if not plain:
         return None
-    formats = ""
-    for kind in signature:
-        if kind == "constexpr":
-            continue
-        letter = "Q" if isinstance(kind, str) and kind[0] == "*" else _FORMATS.get(kind)
-        if letter is None:
-            return None
-        formats += letter
+    parts = [format_of(kind) for kind in signature if kind != "constexpr"]
+    if None in parts:
+        return None
+    formats = "".join(parts)
     known = driver.parameters(function)
     if known is None or not 0 <= (scratch := len(known) - len(formats)) <= _MOST_SCRATCH:
         return None
     formats += "Q" * scratch
-    if known != [(at, driver.SIZES[f]) for at, f in zip(driver.offsets(formats), formats)]:
+    sizes = [driver.SIZES[f] for f in formats]
+    if [size for _, size in known] != sizes:
+        return None
+    # The driver puts each value to its offset, which says more only where no map is aligned.
+    if "M" not in formats and [at for at, _ in known] != driver.offsets(formats):
         return None
     kept = tuple(kind != "constexpr" for kind in signature)
-    return Form(function, threads, shared, pdl, formats, kept, scratch, compiled)
+    widths = tuple(map(len, parts))
+    return Form(function, threads, shared, pdl, formats, kept, widths, scratch, compiled)
+
+
+def format_of(kind: Any) -> str | None:
+    """How an argument is passed: one number, or a tensor map with its shape and strides."""
+    if not isinstance(kind, str):
+        return None
+    if kind.startswith("tensordesc"):
+        rank = kind.split("[", 1)[1].split("]", 1)[0].count(",") + 1
+        return "M" + "i" * rank + "q" * rank
+    return "Q" if kind[0] == "*" else _FORMATS.get(kind)
 
 
 __all__ = ["Form", "form_of", "is_hooked"]

@@ -39,8 +39,8 @@ class TritonOptions(BackendOptions):
     split_config: tuple[int | bool, ...] | None = Field(default=None, min_length=6, max_length=9)
     """For tuning: the fields of ``SplitConfig``, in order; the last three may be left out."""
 
-    prefill_config: tuple[int | bool, ...] | None = Field(default=None, min_length=6, max_length=9)
-    """For tuning: the fields of ``PrefillConfig``, in order; the last three may be left out."""
+    prefill_config: tuple[int | bool, ...] | None = Field(default=None, min_length=6, max_length=10)
+    """For tuning: the fields of ``PrefillConfig``, in order; the last four may be left out."""
 
     short_rows: int | None = Field(default=None, ge=0, le=2**31 - 1)
     """For tuning: queries of at most this many tokens times group take the split kernel; None

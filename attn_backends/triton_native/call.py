@@ -21,6 +21,7 @@ from .schedule import _schedule_kernel
 
 if TYPE_CHECKING:
     from .hopper_call import HopperCall
+    from .maps import KeyMaps
     from .plan import TritonPlan
 
 LOG2E = 1.4426950408889634
@@ -69,16 +70,25 @@ def scale_kind(scale: Any) -> int:
 
 def launch(
     launcher: Launcher, grid: tuple[int, int, int], addresses: tuple[int, ...], numbers: tuple,
-    signature: Any, tensors: Callable[[], tuple[torch.Tensor, ...]],
+    signature: Any, tensors: Callable[[], tuple[Any, ...]],
 ) -> None:  # fmt: skip
     """Launch from addresses if they allow the remembered form, else from the tensors."""
     bits = 0
     for address in addresses:
-        bits |= address
+        if type(address) is int:  # else a tensor map, or None
+            bits |= address
     if bits & 15:  # the compiler may specialise on alignment: leave it to Triton
         launcher.first(grid, tensors(), numbers)
     elif not launcher.again(grid, addresses, numbers, signature):
         launcher.first(grid, tensors(), numbers, signature)
+
+
+def key_maps(k: torch.Tensor, v: torch.Tensor, plan: TritonPlan) -> KeyMaps | None:
+    """Tensor maps of keys and values for the tiles of a plan; None where they do not fit."""
+    from .maps import KeyMaps
+
+    fit = plan.device.arch >= 90 and KeyMaps.fit(k, v) and k.dtype == plan.formats.compute
+    return KeyMaps(k, v, plan.prefill.block_n) if fit else None
 
 
 def refuse_hopper(reasons: list[Reason]) -> None:
@@ -111,14 +121,16 @@ class Step(NamedTuple):
         at: Their addresses.
         numbers: After the factors on scores and values.
         ends: Whether the kernel takes outputs, sinks and the scale of values alone.
+        maps: Of keys and values, if the kernel takes some.
     """
 
     launcher: Launcher
     grid: tuple[int, int, int]
-    tensors: Callable[[], tuple[torch.Tensor, ...]]
-    at: tuple[int, ...]
+    tensors: Callable[[], tuple[Any, ...]]
+    at: tuple[Any, ...]
     numbers: tuple[int, ...]
     ends: bool
+    maps: KeyMaps | None = None
 
 
 class Call:
@@ -188,7 +200,10 @@ class Call:
         self.hopper: HopperCall | None = None
         if plan.splits:
             self._bind_split(plan, features, flags, extras)
+        self.maps: KeyMaps | None = None
         if plan.prefills:
+            if plan.prefill.maps and narrow == 2 and not (paged or d1 or dv1 or formats.fp8):
+                self.maps = key_maps(k, v, plan)
             self._bind_prefill(plan, features, flags)
             self._bind_hopper(plan, q, k, v, out, extras)
         self.steps = self._steps(q.shape[0])
@@ -234,13 +249,15 @@ class Call:
         # The kernels of the next call start early beside a small merge; see ``cuts.FEW_KEYS``.
         small = blocks[0] * blocks[1] <= CHAIN_PROGRAMS * plan.device.processors
         chain = pdl and small and plan.few_keys
+        equal = plan.equal is not None
+        alike = plan.equal or (0,) * 5
 
         def split_launcher() -> Launcher:
             constants = (
                 ("HK", spec.num_kv_heads), ("GROUP", group), ("GROUP_P2", next_power_of_2(group)),
                 *features(), ("DVP", dvp), *flags(), ("FUSE", config.fuse),
                 ("LANE_SUMS", config.lane_sums), ("PHASES", phases), ("C0", plan.c0),
-                ("PDL", pdl), ("CHAIN", chain),
+                ("EQUAL", equal), ("PDL", pdl), ("CHAIN", chain),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
             stages = config.stages
@@ -248,11 +265,14 @@ class Call:
                 stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
             return launcher_of("split", constants, self._warps(config), stages, chain)
 
-        self.split = self._launcher(("split", config, plan.c0, pdl, chain), split_launcher)
+        what = ("split", config, plan.c0, equal, pdl, chain)
+        self.split = self._launcher(what, split_launcher)
         plan, table = self.plan, self.table
         self.split_tensors = lambda: (plan.items, plan.part_acc, plan.part_ml, table)
         self.split_at = (plan.items_at, plan.part_acc_at, plan.part_ml_at, table.data_ptr())
-        self.split_numbers = (plan.part_rows, self.left, self.right, self.k_step, self.v_step)
+        self.split_numbers = (
+            plan.part_rows, self.left, self.right, self.k_step, self.v_step, *alike
+        )  # fmt: skip
         self.split_grid = (plan.bounds.items * spec.num_kv_heads, 1, 1)
         if merges:
             block_d = dvp // blocks[1]
@@ -265,16 +285,18 @@ class Call:
                     ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv),
                     ("BLOCK_D", block_d), ("HAS_SINKS", extras.sinks is not None),
                     ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0), ("IN_ORDER", plan.c0 > 0),
-                    ("PDL", pdl), ("CHAIN", chain), ("BLOCK_M", config.block_m),
-                    ("BLOCK_S", block_s),
+                    ("EQUAL", equal), ("PDL", pdl),
+                    ("CHAIN", chain), ("BLOCK_M", config.block_m), ("BLOCK_S", block_s),
                 )  # fmt: skip
                 return launcher_of("merge", constants, 4, 2, pdl)
 
-            what = ("merge", config.block_m, block_d, block_s, plan.c0, pdl, chain)
+            what = ("merge", config.block_m, block_d, block_s, plan.c0, equal, pdl, chain)
             self.merge = self._launcher(what, merge_launcher)
             self.merge_tensors = lambda: (plan.seqs, plan.part_acc, plan.part_ml)
             self.merge_at = (plan.seqs_at, plan.part_acc_at, plan.part_ml_at)
-            self.merge_numbers = (*self.out_strides, merge_rows, plan.part_rows, self.v_step)
+            self.merge_numbers = (
+                *self.out_strides, merge_rows, plan.part_rows, self.v_step, alike[0], *alike[2:4]
+            )  # fmt: skip
             self.merge_grid = (*blocks, 1)
 
     def _merge_grid(self, plan: TritonPlan) -> tuple[tuple[int, int], int, bool]:
@@ -303,7 +325,7 @@ class Call:
         phases = config.phases and not spec.has_mask
         block_b = min(max(next_power_of_2(batch.num_seqs + 1), 32), 1024)
 
-        registers = 0 if batch.is_paged else config.registers
+        registers = 0 if batch.is_paged or plan.device.interpreted else config.registers
 
         def prefill_launcher() -> Launcher:
             constants = (
@@ -311,6 +333,7 @@ class Call:
                 ("SKIP_SHORT", plan.splits), ("PHASES", phases),
                 ("HEADS_INNER", config.heads_inner), ("FUSE", config.fuse),
                 ("LANE_SUMS", config.lane_sums), ("SETTLE", registers > 0),
+                ("MAPS", self.maps is not None),
                 ("PACK", self.pack), ("BLOCK_B", block_b),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
@@ -318,13 +341,13 @@ class Call:
                 "prefill", constants, self._warps(config), config.stages, False, registers
             )
 
-        what = ("prefill", config, plan.splits, self.pack, block_b)
+        what = ("prefill", config, plan.splits, self.pack, block_b, self.maps is not None)
         self.prefill = self._launcher(what, prefill_launcher)
         self.units = spec.num_heads // self.pack
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
         tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table)
-        self.prefill_tensors = lambda: tensors
-        self.prefill_at = tuple([x.data_ptr() for x in tensors])
+        self.prefill_tensors = lambda: (None, None, *tensors)  # where maps would be
+        self.prefill_at = (None, None, *[x.data_ptr() for x in tensors])
         self.prefill_numbers = (
             self.left, self.right, plan.short_rows, self.k_step, self.v_step
         )  # fmt: skip
@@ -401,11 +424,26 @@ class Call:
                     sinks=sinks,
                 )  # fmt: skip
             else:
+                own, tensors = step.at, step.tensors
+                if step.maps is not None:
+                    own, tensors = self._mapped(step, k, v)
                 launch(
-                    step.launcher, step.grid, at + step.at + options_at,
+                    step.launcher, step.grid, at + own + options_at,
                     (scale, self.softcap, v_factor, *step.numbers), self.key,
-                    lambda step=step: (*common, *step.tensors(), *options),
+                    lambda tensors=tensors: (*common, *tensors(), *options),
                 )  # fmt: skip
+
+    def _mapped(
+        self, step: Step, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[tuple[Any, ...], Callable[[], tuple[Any, ...]]]:
+        """What a step takes between the tensors of a call and options, with the maps filled in."""
+        maps, at, tensors = step.maps, step.at, step.tensors
+        assert maps is not None
+        form = step.launcher.form(self.key)
+        if form is not None:
+            maps.learn(form.compiled)
+            at = (*maps.encoded(k.data_ptr(), v.data_ptr()), *at[2:])
+        return at, lambda: (*maps.described(k, v), *tensors()[2:])
 
     def _steps(self, rows: int) -> list[Step]:
         """The launches for ``rows`` query rows, in order."""
@@ -421,7 +459,7 @@ class Call:
             tiles = rows * self.pack // plan.prefill.block_m + batch.num_seqs + 1
             steps.append(Step(
                 self.prefill, (tiles * self.units, 1, 1), self.prefill_tensors, self.prefill_at,
-                (*numbers, tiles, *self.prefill_numbers), False,
+                (*numbers, tiles, *self.prefill_numbers), False, self.maps,
             ))  # fmt: skip
         if self.merge is not None:
             steps.append(Step(

@@ -60,6 +60,7 @@ class PrefillConfig:
         lane_sums: The same.
         registers: Most registers of a thread, so that more programs fit, for keys without pages,
             which take registers themselves; 0 leaves it open.
+        maps: Whether keys and values come through tensor maps, where they can.
     """
 
     block_m: int
@@ -71,6 +72,7 @@ class PrefillConfig:
     fuse: bool = False
     lane_sums: bool = False
     registers: int = 0
+    maps: bool = False
 
 
 def split_lanes(width: int) -> tuple[int, int]:

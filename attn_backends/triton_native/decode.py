@@ -4,7 +4,9 @@ A program takes one item of the plan's work list (a sequence, a tile of its rows
 one KV head. The rows of a tile are the query heads of the group, token by token: row r is token
 ``r // GROUP``, head ``r % GROUP``, so that a key is read once for all of them. An item that covers
 all keys of its rows writes o and lse; others leave an unnormalised fp32 state (acc, m, l), and
-``_merge_fwd_kernel`` folds the states of each row in key order and adds the sink.
+``_merge_fwd_kernel`` folds the states of each row in key order and adds the sink. Where the host
+knows that all sequences are alike (``EQUAL``), items follow from their numbers and no list is made:
+a program's first load is then that of its pages.
 
 ``C0 > 0`` makes results batch invariant: the keys of a sequence are cut at fixed absolute positions
 (``chunk_start``), each chunk is computed from a fresh state, and the chunks are folded in order,
@@ -71,6 +73,7 @@ def fill_empty_rows(o_ptr, lse_ptr, sinks_ptr, kv_head, first, total, stride_ot,
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "total_q", "part_rows", "left", "right", "k_scale_step", "v_scale_step",
+        "equal_q", "equal_k", "equal_tiles", "equal_parts", "equal_size",
         "stride_kp", "stride_kn", "stride_kh", "stride_vp", "stride_vn", "stride_vh",
     ]
 )  # fmt: skip
@@ -82,6 +85,7 @@ def _split_fwd_kernel(
     stride_qt, stride_qh, stride_kp, stride_kn, stride_kh, stride_vp, stride_vn, stride_vh,
     stride_ot, stride_oh, stride_lt, stride_lh, stride_table,
     num_seqs, total_q, part_rows, left, right, k_scale_step, v_scale_step,
+    equal_q, equal_k, equal_tiles, equal_parts, equal_size,
     HK: tl.constexpr, GROUP: tl.constexpr, GROUP_P2: tl.constexpr,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr, DVP: tl.constexpr,
@@ -92,7 +96,7 @@ def _split_fwd_kernel(
     NARROW: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
     FUSE: tl.constexpr, LANE_SUMS: tl.constexpr, PHASES: tl.constexpr,
-    C0: tl.constexpr, PDL: tl.constexpr, CHAIN: tl.constexpr,
+    C0: tl.constexpr, EQUAL: tl.constexpr, PDL: tl.constexpr, CHAIN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     if CHAIN:
@@ -102,22 +106,36 @@ def _split_fwd_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     kv_head = (pid % HK).to(tl.int64)
-    item = items_ptr + (pid // HK).to(tl.int64) * 16
-    b = tl.load(item + ITEM_SEQ)
-    q_start = tl.load(item + ITEM_Q_START)
-    q_len = tl.load(item + ITEM_Q_LEN)
-    first = tl.load(item + ITEM_TILE) * BLOCK_M
-    lo = tl.load(item + ITEM_LO)
-    hi = tl.load(item + ITEM_HI)
-    kv_len = tl.load(item + ITEM_KV_LEN)
-    slot = tl.load(item + ITEM_SLOT)
-    k_start = tl.load(item + ITEM_K_START).to(tl.int64)
-    if b < 0:
-        return
-    if b >= num_seqs:
-        fill_empty_rows(o_ptr, lse_ptr, sinks_ptr, kv_head, q_start, total_q, stride_ot, stride_oh,
-                        stride_lt, stride_lh, GROUP, GROUP_P2, DV, DVP, HAS_SINKS)  # fmt: skip
-        return
+    if EQUAL:
+        slot = pid // HK
+        part = slot % equal_parts
+        b = slot // equal_parts // equal_tiles
+        first = (slot // equal_parts % equal_tiles) * BLOCK_M
+        q_start = b * equal_q
+        q_len = equal_q
+        lo = part * equal_size
+        hi = tl.minimum(lo + equal_size, equal_k)
+        kv_len = equal_k
+        slot = tl.where(equal_parts > 1, slot, -1)
+        k_start = b.to(tl.int64) * (equal_k if PAGE_SIZE == 0 else 0)
+    else:
+        item = items_ptr + (pid // HK).to(tl.int64) * 16
+        b = tl.load(item + ITEM_SEQ)
+        q_start = tl.load(item + ITEM_Q_START)
+        q_len = tl.load(item + ITEM_Q_LEN)
+        first = tl.load(item + ITEM_TILE) * BLOCK_M
+        lo = tl.load(item + ITEM_LO)
+        hi = tl.load(item + ITEM_HI)
+        kv_len = tl.load(item + ITEM_KV_LEN)
+        slot = tl.load(item + ITEM_SLOT)
+        k_start = tl.load(item + ITEM_K_START).to(tl.int64)
+        if b < 0:
+            return
+        if b >= num_seqs:
+            fill_empty_rows(o_ptr, lse_ptr, sinks_ptr, kv_head, q_start, total_q, stride_ot,
+                            stride_oh, stride_lt, stride_lh, GROUP, GROUP_P2, DV, DVP,
+                            HAS_SINKS)  # fmt: skip
+            return
 
     row = first + tl.arange(0, BLOCK_M)
     row_valid = row < q_len * GROUP
@@ -233,25 +251,38 @@ def _split_fwd_kernel(
         tl.store(lse_ptr + token * stride_lt + head * stride_lh, natural_lse(m, l), mask=row_valid)
 
 
-@triton.jit(do_not_specialize=["rows_per_seq", "part_rows", "v_scale_step"])
+@triton.jit(
+    do_not_specialize=[
+        "rows_per_seq", "part_rows", "v_scale_step", "equal_q", "equal_tiles", "equal_parts"
+    ]
+)  # fmt: skip
 def _merge_fwd_kernel(
     o_ptr, lse_ptr, seqs_ptr, part_acc_ptr, part_ml_ptr, sinks_ptr, v_scale_ptr, v_factor,
     stride_ot, stride_oh, stride_lt, stride_lh, rows_per_seq, part_rows, v_scale_step,
+    equal_q, equal_tiles, equal_parts,
     HK: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_V_SCALE: tl.constexpr, IN_ORDER: tl.constexpr,
-    PDL: tl.constexpr, CHAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
+    EQUAL: tl.constexpr, PDL: tl.constexpr, CHAIN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program per KV head, row, sequence and block of lanes, in this order from the fastest."""
     pid = tl.program_id(0)
     first_lane = tl.program_id(1) * BLOCK_D
     kv_head = (pid % HK).to(tl.int64)
     r = (pid // HK) % rows_per_seq
-    seq = seqs_ptr + (pid // HK // rows_per_seq).to(tl.int64) * 4
-    # The sequence entries are older than the split kernel, but its partial states are not.
-    slot = tl.load(seq)
-    parts = tl.load(seq + 1)
-    q_start = tl.load(seq + 2)
-    q_len = tl.load(seq + 3)
+    b = pid // HK // rows_per_seq
+    if EQUAL:
+        parts = equal_parts
+        slot = b * equal_tiles * parts
+        q_start = b * equal_q
+        q_len = equal_q
+    else:
+        # The sequence entries are older than the split kernel, but its partial states are not.
+        seq = seqs_ptr + b.to(tl.int64) * 4
+        slot = tl.load(seq)
+        parts = tl.load(seq + 1)
+        q_start = tl.load(seq + 2)
+        q_len = tl.load(seq + 3)
     if CHAIN:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL:

@@ -54,6 +54,12 @@ class Launch:
             if isinstance(value, torch.Tensor):
                 signature[name] = "*" + TYPES[value.dtype]
                 attributes[(i,)] = [["tt.divisibility", 16]]
+            elif value is None:
+                signature[name] = "constexpr"
+                constants[name] = None
+            elif hasattr(value, "block_shape"):
+                dtype, box = TYPES[value.base.dtype], ", ".join(map(str, value.block_shape))
+                signature[name] = f"tensordesc<{dtype}[{box}]>"
             elif isinstance(value, float):
                 signature[name] = "fp32"
             elif value == 1 and not fixed:

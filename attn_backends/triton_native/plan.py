@@ -27,11 +27,11 @@ from .configs import (
     split_config,
     split_lanes,
 )
-from .cuts import FEW_KEYS, FEW_PROGRAMS, few_chunk, prefers_many
+from .cuts import FEW_KEYS, FEW_PROGRAMS, cut, few_chunk, prefers_many
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
 from .launch import is_interpreted
 from .repeat import kinds, repeat_of
-from .schedule import split_bounds
+from .schedule import SplitBounds, split_bounds
 
 #: More rows (tokens times group) than any sequence has: everything takes the split kernel.
 ALL_ROWS = 2**31 - 1
@@ -107,6 +107,8 @@ class TritonPlan(Plan):
         self.formats = Formats.of(spec, device)
         self._prepared: dict[Any, Call] = {}
         self.exact = batch.q_lens is not None and batch.kv_lens is not None and capacity is None
+        #: What all sequences have in common, for the split kernel; None: they have work lists.
+        self.equal: tuple[int, int, int, int, int] | None = None
         self._choose_kernels(options)
         if self.splits:
             self._make_work_list(options)
@@ -247,11 +249,18 @@ class TritonPlan(Plan):
             chunk=0 if self.c0 else options.split_keys or self.few_chunk, splits=self.num_splits,
             c0=self.c0, pad_rows=self.pad_rows,
         )  # fmt: skip
+        self.equal = self._equal_items(bounds)
+        if self.equal:
+            _, _, tiles, parts, _ = self.equal
+            items = batch.num_seqs * tiles * parts
+            bounds = SplitBounds(items, items if parts > 1 else 0, bounds.chunk)
         self.bounds = bounds
         self.part_rows = min(config.block_m, batch.max_seqlen_q * spec.group_size)
         # One allocation for all: lists of 64 and 16 bytes an entry, then states of parts.
         states = bounds.slots * spec.num_kv_heads * self.part_rows
         lists = (bounds.items * ITEM_FIELDS, batch.num_seqs * SEQ_FIELDS)
+        if self.equal:
+            lists = (0, 0)
         sizes = (*lists, 2 * states, spec.dv * states)
         ends = tuple(accumulate([-(-n // 16) * 16 for n in sizes]))
         self.workspace = torch.empty(ends[-1], dtype=torch.int32, device=batch.device)
@@ -260,6 +269,18 @@ class TritonPlan(Plan):
         self.items_at, self.seqs_at, self.part_ml_at, self.part_acc_at = (
             base + 4 * start for start in self._starts
         )  # fmt: skip
+
+    def _equal_items(self, bounds: SplitBounds) -> tuple[int, int, int, int, int] | None:
+        """Rows, keys, row tiles, parts and keys per part, if they are those of every sequence."""
+        batch, config = self.batch, self.split
+        q_lens, kv_lens = batch.q_lens, batch.kv_lens
+        if not self.exact or self.prefills or self.c0 or self.spec.bounds[0] is not None:
+            return None
+        if not kv_lens or min(kv_lens) != max(kv_lens) or min(q_lens) != max(q_lens):
+            return None
+        q_len, kv_len = q_lens[0], kv_lens[0]
+        tiles = -(-q_len * self.spec.group_size // config.block_m)
+        return q_len, kv_len, tiles, *cut(kv_len, bounds.chunk, self.num_splits, config.block_n)
 
     def _part(self, index: int) -> torch.Tensor:
         start = self._starts[index]
@@ -297,7 +318,7 @@ class TritonPlan(Plan):
             torch.cumsum(q_lens * batch.seqlens_k, 0, out=self.mask_indptr[1:])
         if self.hopper is not None:
             self._list_hopper_work()
-        if not self.splits:
+        if not self.splits or self.equal:
             return
         config, left = self.split, spec.bounds[0]
         constants = (
@@ -350,8 +371,11 @@ class TritonPlan(Plan):
             q.dtype, k.dtype, share, extras.sinks is None, scale_kind(extras.k_scale),
             scale_kind(extras.v_scale),
         )  # fmt: skip
-        # Tensor maps hold the shapes of keys and values, which pointers do not.
-        key = (q.shape[0], form, None if self.hopper is None else (k.shape, v.shape))
+        mapped = None
+        if self.prefills and (self.hopper is not None or self.prefill.maps):
+            # Tensor maps hold the shapes of keys and values, which pointers do not.
+            mapped = (k.shape, v.shape, (k.data_ptr() | v.data_ptr()) & 15)
+        key = (q.shape[0], form, mapped)
         call = self._prepared.get(key)
         if call is None:
             call = self._prepared[key] = Call(self, q, k, v, out, extras, share, form)

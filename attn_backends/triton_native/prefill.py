@@ -44,6 +44,19 @@ def find_sequence(cu_q_ptr, tile, num_seqs, PACK: tl.constexpr, BLOCK_M: tl.cons
     return count - 1
 
 
+@triton.jit
+def lengths_of(cu_q_ptr, kv_len_ptr, cu_k_ptr, b, num_seqs, total_q, PAGE_SIZE: tl.constexpr):
+    """First row, rows, keys and first key of sequence b; of ``num_seqs`` the rows without keys."""
+    q_start = tl.load(cu_q_ptr + b)
+    live = b < num_seqs
+    q_len = tl.load(cu_q_ptr + b + 1, mask=live, other=total_q) - q_start
+    kv_len = tl.load(kv_len_ptr + b, mask=live, other=0)
+    k_start = b * 0
+    if PAGE_SIZE == 0:
+        k_start = tl.load(cu_k_ptr + b, mask=live, other=0)
+    return q_start, q_len, kv_len, k_start.to(tl.int64)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "total_q", "num_tiles", "left", "right", "short_rows", "k_scale_step",
@@ -52,7 +65,7 @@ def find_sequence(cu_q_ptr, tile, num_seqs, PACK: tl.constexpr, BLOCK_M: tl.cons
     ]
 )  # fmt: skip
 def _prefill_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, k_map, v_map,
     cu_q_ptr, kv_len_ptr, cu_k_ptr, table_ptr,
     sinks_ptr, slopes_ptr, mask_ptr, mask_indptr, k_scale_ptr, v_scale_ptr,
     scale, softcap, v_factor,
@@ -68,7 +81,7 @@ def _prefill_fwd_kernel(
     PAGE_SIZE: tl.constexpr, SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr,
     NARROW: tl.constexpr, KV_ALIGN: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, FP8_Q: tl.constexpr, ROW_SCALE: tl.constexpr,
-    FUSE: tl.constexpr, LANE_SUMS: tl.constexpr, SETTLE: tl.constexpr,
+    FUSE: tl.constexpr, LANE_SUMS: tl.constexpr, SETTLE: tl.constexpr, MAPS: tl.constexpr,
     SKIP_SHORT: tl.constexpr, PHASES: tl.constexpr, HEADS_INNER: tl.constexpr,
     PACK: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -83,15 +96,9 @@ def _prefill_fwd_kernel(
         unit = (pid // (num_tiles * per_kv_head)) * per_kv_head + pid % per_kv_head
         tile = num_tiles - 1 - (pid // per_kv_head) % num_tiles
     b = find_sequence(cu_q_ptr, tile, num_seqs, PACK, BLOCK_M, BLOCK_B)
-    q_start = tl.load(cu_q_ptr + b)
-    q_len = total_q - q_start
-    kv_len = b * 0
-    k_start = tl.full([], 0, tl.int64)
-    if b < num_seqs:
-        q_len = tl.load(cu_q_ptr + b + 1) - q_start
-        kv_len = tl.load(kv_len_ptr + b)
-        if PAGE_SIZE == 0:
-            k_start = tl.load(cu_k_ptr + b).to(tl.int64)
+    q_start, q_len, kv_len, k_start = lengths_of(
+        cu_q_ptr, kv_len_ptr, cu_k_ptr, b, num_seqs, total_q, PAGE_SIZE
+    )
     first = (tile - q_start * PACK // BLOCK_M - b) * BLOCK_M
     if first >= q_len * PACK:
         return
@@ -173,13 +180,26 @@ def _prefill_fwd_kernel(
             stride_kp, stride_kn, stride_vp, stride_vn,
             False, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
             D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
-            ROW_SCALE, FUSE, LANE_SUMS, SETTLE,
+            ROW_SCALE, FUSE, LANE_SUMS, SETTLE, MAPS,
+            k_map, v_map, k_start.to(tl.int32), (kv_head * stride_kh).to(tl.int32),
+            (kv_head * stride_vh).to(tl.int32),
         )  # fmt: skip
     if SETTLE:
-        kv_head = (forget(unit) * PACK // GROUP).to(tl.int64)
+        # Registers are short in the loop above: what is needed here is made again.
+        b, first, unit = forget(b), forget(first), forget(unit)
+        q_start, q_len, kv_len, k_start = lengths_of(
+            cu_q_ptr, kv_len_ptr, cu_k_ptr, b, num_seqs, total_q, PAGE_SIZE
+        )
+        row = first + tl.arange(0, BLOCK_M)
+        row_valid = row < q_len * PACK
+        row_pos = row // PACK + (kv_len - q_len)
+        pos_first = first // PACK + kv_len - q_len
+        pos_last = tl.minimum((first + BLOCK_M - 1) // PACK, q_len - 1) + kv_len - q_len
+        key_lo, key_hi = key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+        kv_head = (unit * PACK // GROUP).to(tl.int64)
         k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn.to(tl.int64)
         v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn.to(tl.int64)
-        table = table_ptr + forget(b).to(tl.int64) * stride_table
+        table = table_ptr + b.to(tl.int64) * stride_table
     acc0, acc1, m, l = attend(  # noqa: E741
         q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
         row_pos, row_valid, slope, s_scale, softcap,
@@ -191,11 +211,8 @@ def _prefill_fwd_kernel(
     )  # fmt: skip
 
     if SETTLE:
-        b = forget(b)
-        q_start = tl.load(cu_q_ptr + b)
-        q_end = tl.load(cu_q_ptr + b + 1, mask=b < num_seqs, other=total_q)
         row = forget(first) + tl.arange(0, BLOCK_M)
-        row_valid = row < (q_end - q_start) * PACK
+        row_valid = row < q_len * PACK
         token = q_start.to(tl.int64) + row // PACK
         head = unit * PACK + row % PACK
         head_off = head.to(tl.int64)

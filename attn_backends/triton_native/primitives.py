@@ -172,14 +172,16 @@ def attend(
     DV: tl.constexpr, DV0: tl.constexpr, DV1: tl.constexpr,
     SHARE_KV: tl.constexpr, SAME_STRIDES: tl.constexpr, NARROW: tl.constexpr,
     FP8: tl.constexpr, ROW_SCALE: tl.constexpr, FUSE: tl.constexpr, LANE_SUMS: tl.constexpr,
-    SETTLE: tl.constexpr = False,
+    SETTLE: tl.constexpr = False, MAPS: tl.constexpr = False,
+    k_map=None, v_map=None, map_row=0, k_lane=0, v_lane=0,
 ):  # fmt: skip
     """Fold the keys [lo, hi), lo a multiple of BLOCK_N, into the state (acc, m, l) of a row tile.
 
     ``m`` is in units of the scores as they leave this loop: times ``score_unit`` it is in log2.
     Keys outside [key_lo, key_hi) are not read: their slots may hold anything. ``MASKED`` says that
     the range may hold keys that some row does not see. ``scale`` includes log2(e) unless there is
-    a softcap, whose unit is natural; ``slope`` includes log2(e).
+    a softcap, whose unit is natural; ``slope`` includes log2(e). With ``MAPS`` whole tiles of keys
+    come through tensor maps, from row ``map_row`` and lane ``k_lane`` on, which takes no addresses.
     """
     dtype: tl.constexpr = q0.dtype
     accurate: tl.constexpr = dtype == tl.float32
@@ -198,8 +200,11 @@ def attend(
     for start in range(lo, hi, BLOCK_N):
         n = start + lanes
         keep = (n >= key_lo) & (n < key_hi)
-        k_off = row_offsets(pages, start, stride_kp, stride_kn, PAGE_SIZE, NARROW, BLOCK_N)
-        k0 = to_compute(load_rows(k_ptr, k_off, keep, 0, D0, D, MASKED), dtype, FP8)
+        if MAPS:
+            k0 = k_map.load([map_row + start, k_lane])
+        else:
+            k_off = row_offsets(pages, start, stride_kp, stride_kn, PAGE_SIZE, NARROW, BLOCK_N)
+            k0 = to_compute(load_rows(k_ptr, k_off, keep, 0, D0, D, MASKED), dtype, FP8)
         s = tl.dot(q0, tl.trans(k0), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
         if D1 > 0:
             k1 = to_compute(load_rows(k_ptr, k_off, keep, D0, D1, D, MASKED), dtype, FP8)
@@ -245,6 +250,9 @@ def attend(
         acc0 = acc0 * alpha[:, None]
         if SHARE_KV:
             acc0 = tl.dot(p.to(dtype), k0, acc0, input_precision="ieee")
+        elif MAPS:
+            v0 = v_map.load([map_row + start, v_lane])
+            acc0 = tl.dot(p.to(dtype), v0, acc0, input_precision="ieee")
         else:
             v_off = k_off
             if not SAME_STRIDES:

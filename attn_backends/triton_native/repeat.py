@@ -7,6 +7,7 @@ hands their addresses to the driver. Whatever it does not recognise takes the or
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,13 @@ class _Launch(NamedTuple):
         ends: Whether it takes outputs, sinks and the scale of values alone, as ``Step`` says.
         own: Addresses of the plan's tensors, between those of the call; None of the
             warp-specialised prefill, which knows them and takes sinks alone of the options.
+        maps: Gives the tensor maps of keys and values that it takes, by their addresses.
     """
 
     launch: Any
     ends: bool
     own: tuple[int, ...] | None
+    maps: Callable[[int, int], tuple[Any, ...]] | None = None
 
 
 class Repeat:
@@ -136,9 +139,11 @@ class Repeat:
         stream = driver.current_stream(self._index)
         if extras is not None:
             return self._run_with(extras, stream, (p_q, p_k, p_v, p_o, p_lse))
-        for launch, ends, _ in self._launches:
+        for launch, ends, _, maps in self._launches:
             if ends:
                 launch(stream, p_o, p_lse)
+            elif maps is not None:
+                launch(stream, p_q, p_k, p_v, p_o, p_lse, *maps(p_k, p_v))
             else:
                 launch(stream, p_q, p_k, p_v, p_o, p_lse)
         return True
@@ -158,13 +163,14 @@ class Repeat:
         if bits & 15:
             return False
         options = (*at[:3], self._mask_indptr, *at[3:])
-        for launch, ends, own in self._launches:
+        for launch, ends, own, maps in self._launches:
             if own is None:
                 launch(stream, *five, at[0])
             elif ends:
                 launch(stream, *five[3:], *own, at[0], at[4], v_factor)
             else:
-                launch(stream, *five, *own, *options, scale, self._softcap, v_factor)
+                more = () if maps is None else maps(*five[1:3])
+                launch(stream, *five, *more, *own, *options, scale, self._softcap, v_factor)
         return True
 
 
@@ -197,18 +203,26 @@ def repeat_of(
         form = step.launcher.form(call.key)
         if form is None:
             return None
+        maps = None
         if step.ends:
-            at: tuple[int, ...] = (0, 0, *step.at, spare, spare)
+            at: tuple[Any, ...] = (0, 0, *step.at, spare, spare)
             factors: tuple[float, ...] = (1.0,)
         else:
-            at = (0,) * 5 + step.at + (spare, spare, spare, mask_indptr, spare, spare)
+            own = step.at
+            if step.maps is not None:
+                step.maps.learn(form.compiled)
+                k, v = tensors[1], tensors[1] if tensors[2] is None else tensors[2]
+                own = (*step.maps.encoded(k.data_ptr(), v.data_ptr()), *own[2:])
+                maps = step.maps.flat
+            at = (0,) * 5 + own + (spare, spare, spare, mask_indptr, spare, spare)
             factors = (call.scale, call.softcap, 1.0)
         values = (*at, *factors, *step.numbers, *step.launcher.values)
-        few = 2 if step.ends else 5
+        few = 2 if step.ends else 5 if maps is None else 7
         launch = form.launch(step.grid, values, few if plain else len(at) + len(factors))
         if launch is None:
             return None
-        launches.append(_Launch(launch, step.ends, step.at))
+        own = tuple([x for x in step.at if x is not None])
+        launches.append(_Launch(launch, step.ends, own, maps))
     return Repeat(call, launches, tensors, extras, out, given, spare)
 
 
