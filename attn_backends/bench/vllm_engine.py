@@ -81,6 +81,7 @@ def build(options: dict[str, Any]) -> Any:
         kv_cache_memory_bytes=options["kv_bytes"],
         attention_backend=name,
         compilation_config=graphs,
+        **options["more"],
     )
 
 

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Model:
         config: Its ``config.json``, for weights made by vLLM; empty for a real model.
         runs: Dtypes with the backends to serve it by; the first one is the reference.
         compiled: Dtypes whose engines are compiled, and whose throughput is measured.
+        engine: Further arguments of its engines.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Model:
     config: dict[str, Any]
     runs: dict[str, tuple[str, ...]]
     compiled: tuple[str, ...] = ("bfloat16",)
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 LLAMA8 = {
@@ -70,6 +72,23 @@ LLAMA8 = {
     "eos_token_id": 2,
 }
 
+#: Softcap, and windows that prompts outgrow in every other layer.
+GEMMA2 = LLAMA8 | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 128,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+
 MODELS = {
     "smollm2": Model(
         "SmolLM2-135M-Instruct",
@@ -86,6 +105,19 @@ MODELS = {
         128256,
         LLAMA8,
         {"bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS)},
+    ),
+    "gemma2": Model(
+        "Gemma 2 shape, 8 layers, windows of 128, random weights",
+        128256,
+        GEMMA2,
+        {"bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS)},
+    ),
+    "llama8-fp8": Model(
+        "Llama-8B shape, 8 layers, random weights, fp8 cache",
+        128256,
+        LLAMA8,
+        {"bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS)},
+        engine={"kv_cache_dtype": "fp8"},
     ),
 }
 
@@ -104,6 +136,7 @@ def start(
         "capture": CAPTURE if args.graphs else [],
         "max_model_len": 2048,
         "kv_bytes": (6 if model.config else 3) << 30,
+        "more": model.engine,
     }
     label = f"{folder.name}-{dtype}-{backend.replace(' ', '-')}"
     env = {**os.environ, "VLLM_CACHE_ROOT": str(logs / f"cache-{label}")}
@@ -172,7 +205,7 @@ def serve(
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="of smollm2, llama8")
+    parser.add_argument("--models", default="smollm2,llama8", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--dtypes", default="bfloat16,float16,float32", help="of each model")
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
     parser.add_argument("--gguf", help="SmolLM2 as a GGUF file; default: fetched")
