@@ -108,12 +108,12 @@ def _split_fwd_kernel(
     kv_head = (pid % HK).to(tl.int64)
     if EQUAL:
         slot = pid // HK
-        part = slot % equal_parts
+        place = slot % equal_parts
         b = slot // equal_parts // equal_tiles
         first = (slot // equal_parts % equal_tiles) * BLOCK_M
         q_start = b * equal_q
         q_len = equal_q
-        lo = part * equal_size
+        lo = place * equal_size
         hi = tl.minimum(lo + equal_size, equal_k)
         kv_len = equal_k
         slot = tl.where(equal_parts > 1, slot, -1)
