@@ -140,6 +140,8 @@ class AdapterBackend(AttentionBackend):
     #: Choices of options that deserve a conformance report of their own: other kernels, or other
     #: libraries. What has none is listed as not run.
     variants: ClassVar[tuple[dict[str, str], ...]] = ({},)
+    #: Choices of options that name a library each, where several serve: all are health-checked.
+    builds: ClassVar[tuple[dict[str, str], ...]] = ()
     packages: ClassVar[tuple[str, ...]]
 
     _accepted: frozenset[torch.device] = frozenset()

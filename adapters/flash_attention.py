@@ -86,6 +86,7 @@ class FlashAttentionBackend(AdapterBackend):
         {"version": "3", "source": "vllm"},
         {"version": "4"},
     )
+    builds = variants
     #: What any of the builds can do; a bound backend holds those of its build.
     capabilities = Capabilities(
         devices=("cuda",),

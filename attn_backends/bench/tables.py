@@ -41,17 +41,26 @@ def _doctor(results: dict[str, Any]) -> list[str]:
     known, checks = results["environment"], []
     facts = {"gpu": ", ".join(gpu["name"] for gpu in known["gpus"]), **known, **known["packages"]}
     facts |= {name: results.get(name) for name in ("date", "commit")}
-    names = ("date", "gpu", "driver", "torch", "triton", "commit", "flashinfer-python")
+    names: tuple[str, ...] = ("date", "gpu", "driver", "torch", "triton", "commit")
     for backend in results["backends"]:
-        ran = [c for c in backend["checks"] if c["status"] in ("PASS", "FAIL")]
-        checks.append(
-            {
-                "backend": backend["name"],
-                "result": backend["status"],
-                "calls": "; ".join(f"{c['device']}, {c['phase']}: {c['status']}" for c in ran),
-                "why not": "; ".join(backend["reasons"]).replace("|", "\\|"),
-            }
-        )
+        facts |= {n: v for n, v in backend["versions"].items() if v and n not in facts}
+        names = (*names, *(n for n in backend["versions"] if n in facts and n not in names))
+        builds: dict[str, list[dict[str, Any]]] = {}
+        for check in backend["checks"]:
+            chosen = ",".join(f"{k}={v}" for k, v in check.get("options", {}).items())
+            builds.setdefault(f":{chosen}" if chosen else "", []).append(check)
+        for chosen, found in (builds or {"": []}).items():
+            ran = [c for c in found if c["status"] in ("PASS", "FAIL")]
+            failed = any(c["status"] == "FAIL" for c in ran)
+            own = "FAIL" if failed else "PASS" if ran else "unavailable"
+            checks.append(
+                {
+                    "backend": f"{backend['name']}{chosen}",
+                    "result": own if chosen else backend["status"],
+                    "calls": "; ".join(f"{c['device']}, {c['phase']}: {c['status']}" for c in ran),
+                    "why not": "; ".join(backend["reasons"]).replace("|", "\\|"),
+                }
+            )
     if not any(row["why not"] for row in checks):
         checks = [{k: v for k, v in row.items() if k != "why not"} for row in checks]
     said = ", ".join(f"{name} {facts[name]}" for name in names if facts.get(name))

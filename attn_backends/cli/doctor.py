@@ -164,7 +164,9 @@ def _row(check: Check) -> list[str]:
     seconds = "" if check.seconds is None else f"{check.seconds:.2f}"
     what = check.case or check.message
     errors = [number(check.error_o), number(check.error_lse), seconds]
-    return [check.backend, check.device, check.phase, check.status, what, *errors]
+    chosen = ",".join(f"{name}={value}" for name, value in check.options.items())
+    name = f"{check.backend}:{chosen}" if chosen else check.backend
+    return [name, check.device, check.phase, check.status, what, *errors]
 
 
 __all__ = ["ADVICE", "NAME", "command", "environment", "status_of"]

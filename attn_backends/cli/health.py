@@ -11,15 +11,17 @@ import math
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..batch import Batch
 from ..capabilities import Capabilities
+from ..config import AttentionConfig
 from ..errors import AttnBackendsError, BackendUnavailableError, UnsupportedCallError
 from ..registry import BackendInfo, select
+from ..registry.registry import TABLE
 from ..registry.target import RaisedReason
 from ..spec import AttentionSpec
 from .options import short_dtype
@@ -51,6 +53,7 @@ class Check:
         seconds: Time of the call, compiling included.
         message: The exception, the mismatch, or the reasons.
         trace: The traceback of an exception.
+        options: Which of the libraries behind the name ran, if it has several.
     """
 
     backend: str
@@ -65,6 +68,7 @@ class Check:
     seconds: float | None = None
     message: str = ""
     trace: str = ""
+    options: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -72,18 +76,43 @@ class Check:
 
 
 def check_backend(info: BackendInfo, devices: tuple[str, ...]) -> list[Check]:
-    """Run the tiny calls of an available backend, both phases on each device."""
+    """Run the tiny calls of an available backend, both phases on each device.
+
+    A name that stands for several libraries is run with each of them that is there.
+    """
     phases = ("prefill", "decode")
-    return [check_call(info, device, phase) for device in devices for phase in phases]
+    return [
+        replace(check_call(info, device, phase, options), options=options)
+        for options in _builds(info)
+        for device in devices
+        for phase in phases
+    ]
 
 
-def check_call(info: BackendInfo, device: str, phase: str) -> Check:
+def _builds(info: BackendInfo) -> list[dict[str, str]]:
+    """Options that choose one library each; none where there is no choice."""
+    target: Any = TABLE.entries[info.name].load()
+    builds: tuple[dict[str, str], ...] = getattr(target, "builds", ())
+    there = [
+        options
+        for options in builds
+        if not target.dependency_reasons(target.Options.model_validate(options))
+    ]
+    return there or [{}]
+
+
+def check_call(
+    info: BackendInfo, device: str, phase: str, options: dict[str, str] | None = None
+) -> Check:
     """Run one tiny call and judge it."""
     refusals: list[str] = []
+    config = AttentionConfig(options={info.name: options}) if options else None
     try:
         for spec in cases(info.capabilities, device, phase):
             try:
-                selection = select(spec, phase=phase, device=device, backend=info.name)
+                selection = select(
+                    spec, phase=phase, device=device, backend=info.name, config=config
+                )
             except UnsupportedCallError as error:
                 if any(isinstance(reason, RaisedReason) for reason in error.reasons):
                     raise  # its own check is broken

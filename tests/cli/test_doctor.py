@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from attn_backends.bench.tables import table
 from attn_backends.capabilities import Capabilities, IntSet
 from attn_backends.cli.health import cases, expected
 from attn_backends.registry import register_attention_backend
@@ -101,6 +102,22 @@ def test_a_denied_backend_is_not_run(cli: Cli, monkeypatch: pytest.MonkeyPatch) 
 def test_an_unknown_backend_is_an_error(cli: Cli) -> None:
     answer = cli("doctor", "--backend", "torch_nativ")
     assert answer.code == 2 and "torch_native" in answer.stderr
+
+
+def test_every_library_behind_a_name_is_run(
+    cli: Cli, own_table: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    register_attention_backend("toy_many", toys.Many)
+    answer = cli("doctor", "--backend", "toy_many", "--json")
+    checks = [c for c in answer.json["backends"][0]["checks"] if c["device"] == "cpu"]
+    found = {(c["options"]["version"], c["status"]) for c in checks}
+    assert found == {("1", "PASS"), ("2", "FAIL")}, checks[0]["message"]
+    assert answer.code == 1
+    assert "toy_many:version=2" in cli("doctor", "--backend", "toy_many").stdout
+    rows = table({**answer.json, "meta": {}}).splitlines()
+    assert any(row.startswith("| toy_many:version=1 | PASS |") for row in rows)
+    assert any(row.startswith("| toy_many:version=2 | FAIL |") for row in rows)
 
 
 def test_versions_are_told(cli: Cli) -> None:

@@ -59,3 +59,28 @@ class Absent(TorchNativeBackend):
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
         return [Reason("toylib", "not installed", ">=3", "pip install toylib")]
+
+
+class ManyOptions(TorchNativeBackend.Options):  # type: ignore[misc,name-defined]
+    """Which library."""
+
+    version: str = "1"
+
+
+class Many(TorchNativeBackend):
+    """Stands for three libraries, of which one is wrong and one is not there."""
+
+    name = "toy_many"
+    Options = ManyOptions
+    builds = ({"version": "1"}, {"version": "2"}, {"version": "3"})
+
+    @classmethod
+    def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
+        if isinstance(options, ManyOptions) and options.version == "3":
+            return [Reason("toylib", "2", ">=3", "pip install toylib")]
+        return []
+
+    def _run(self, *args: Any) -> AttentionOutput:
+        out = super()._run(*args)
+        scale = 1.0 if self.options.version == "1" else 1.01  # type: ignore[attr-defined]
+        return AttentionOutput(out.o * scale, out.lse)
