@@ -20,13 +20,13 @@ class PagesAlike(NamedTuple):
     """Pages of sequences that have equally many keys, from the same slot of their first page.
 
     Attributes:
-        index: ``[n * pages]`` int64, the pages of each sequence in order.
+        ids: ``[n * pages]`` int64, the pages of each sequence in order.
         num: n.
         start: The slot of the first key.
         stop: The slot after the last, counted from the first page.
     """
 
-    index: torch.Tensor
+    ids: torch.Tensor
     num: int
     start: int
     stop: int
@@ -44,13 +44,13 @@ class PagesAlike(NamedTuple):
 
     def room(self, page_size: int) -> int:
         """Slots of one sequence that are taken, wanted or not."""
-        return self.index.shape[0] // self.num * page_size
+        return self.ids.shape[0] // self.num * page_size
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The pages of a cache ``[P, page_size, HK, D]``, back to back."""
         if x.dtype.itemsize == 1:  # not defined for every fp8 dtype
-            return x.view(torch.uint8).index_select(0, self.index).view(x.dtype)
-        return x.index_select(0, self.index)
+            return x.view(torch.uint8).index_select(0, self.ids).view(x.dtype)
+        return x.index_select(0, self.ids)
 
     def view(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys in pages taken, ``[n, keys, HK, D]``."""

@@ -21,16 +21,14 @@ class Kernel(NamedTuple):
     """What computes sequences side by side, with everything that layers share.
 
     Attributes:
-        function: Of query ``[n, H, L, D]``, key, value, and the rest; o and the LSE come first.
-        rest: Arguments after those.
-        named: Arguments by name.
+        function: Of query ``[n, H, L, D]``, key and value; gives o and the LSE first.
+        named: Its other arguments.
         heads_each: How often heads of keys are repeated before.
         narrow: The LSE ``[n, H, L]`` as a view of what ``function`` gave, from its first element
             on.
     """
 
     function: Callable[..., Any]
-    rest: tuple[Any, ...] = ()
     named: dict[str, Any] = {}
     heads_each: int = 1
     narrow: Callable[[torch.Tensor], torch.Tensor] = lambda lse: lse
@@ -41,7 +39,7 @@ class Kernel(NamedTuple):
         """``(o [n, H, L, DV], lse [n, H, L])``."""
         if self.heads_each > 1:
             k, v = (x.repeat_interleave(self.heads_each, dim=1) for x in (k, v))
-        found = self.function(q, k, v, *self.rest, **self.named)
+        found = self.function(q, k, v, **self.named)
         return found[0], self.narrow(found[1])
 
 
@@ -80,7 +78,7 @@ def straight(
     stride_q, stride_k, stride_v = (x.stride() for x in views)
     first = 0 if pages is None else pages.start  # keys start somewhere in pages taken whole
     start_k, start_v = first * stride_k[2], first * stride_v[2]
-    function, rest, named, heads_each, _ = kernel
+    function, named, heads_each, _ = kernel
     rows_o, apart_o, new_o = rows_of(found[0])
     rows_lse, apart_lse, new_lse = rows_of(found[1])
 
@@ -93,7 +91,7 @@ def straight(
         k, v = restride(k, shape_k, stride_k, start_k), restride(v, shape_v, stride_v, start_v)
         if heads_each > 1:
             k, v = k.repeat_interleave(heads_each, dim=1), v.repeat_interleave(heads_each, dim=1)
-        given = function(q, k, v, *rest, **named)
+        given = function(q, k, v, **named)
         o, lse = given[0], given[1]
         if new_lse is not None:
             lse = new_lse().copy_(restride(lse, *apart_lse))

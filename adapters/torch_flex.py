@@ -228,7 +228,9 @@ class TorchFlexBackend(AdapterBackend):
 
     def _kernel(self, fast: bool, width: torch.dtype, arguments: dict[str, Any]) -> Kernel:
         """The same for later layers, for which nothing is compiled any more."""
-        function = compiled("flex_attention").__wrapped__ if fast else partial(flex_attention, fast)
+        function: Any = partial(flex_attention, fast)
+        if fast:
+            function = compiled("flex_attention").__wrapped__  # type: ignore[attr-defined]
         dtype = self.spec.out_dtype
 
         @torch.no_grad()  # as the first layer: a kernel is compiled for one or the other

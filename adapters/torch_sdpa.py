@@ -324,21 +324,23 @@ def prepared(group: Group, spec: AttentionSpec, dtype: torch.dtype) -> Kernel:
     kernel, causal, bias = group.kernel, group.causal, group.bias
     function, rows = operator(kernel), group.padded.max_q
     shape = (group.padded.q_lens.shape[0], spec.num_heads, -1, -1)
-    named: dict[str, Any] = {"scale": kernel_scale(spec)}
+    named: dict[str, Any] = dict(dropout_p=0.0, is_causal=causal, scale=kernel_scale(spec))
     if kernel == "flash":  # which shares heads of keys by itself, as the kernel for CPUs does
-        return Kernel(function, (0.0, causal, False), named)
+        return Kernel(function, dict(named, return_debug_mask=False))
     if kernel == "cpu":
-        named["attn_mask"] = None if bias is None else bias.float().expand(shape)
-        return Kernel(function, (0.0, causal), named)
+        mask = None if bias is None else bias.float().expand(shape)
+        return Kernel(function, dict(named, attn_mask=mask))
+    named["compute_log_sumexp"] = True
     if kernel == "efficient":
         bias = None if bias is None else _aligned_bias(bias.to(dtype), shape)
-        rest: tuple[Any, ...] = (bias, True, 0.0, causal)
-        return Kernel(function, rest, named, spec.group_size, lambda lse: lse[..., :rows])
-    rest = (None, True, 0.0, causal, False)
+        named["attn_bias"] = bias
+        return Kernel(function, named, spec.group_size, lambda lse: lse[..., :rows])
     return Kernel(
-        function, rest, named, spec.group_size,
+        function,
+        dict(named, attn_bias=None, return_debug_mask=False),
+        spec.group_size,
         lambda lse: lse.squeeze(-1) if lse.dim() == 4 else lse,
-    )  # fmt: skip
+    )
 
 
 def _aligned_bias(bias: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

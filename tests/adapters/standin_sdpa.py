@@ -42,8 +42,8 @@ def attend(
 
 
 def flash(
-    q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False,
-    return_debug_mask: bool = False, *, scale: float,
+    q: Any, k: Any, v: Any, *, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, scale: float,
 ) -> Any:  # fmt: skip
     """Shares heads of keys; one width; causal from the bottom right."""
     check(q, k, v, half=True)
@@ -53,8 +53,8 @@ def flash(
 
 
 def efficient(
-    q: Any, k: Any, v: Any, attn_bias: Any, compute_log_sumexp: bool, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float,
+    q: Any, k: Any, v: Any, *, attn_bias: Any, compute_log_sumexp: bool, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float,
 ) -> Any:  # fmt: skip
     """As many heads of keys as of queries; causal from the top left; pads its LSE."""
     check(q, k, v, half=False)
@@ -70,8 +70,8 @@ def efficient(
 
 
 def cudnn(
-    q: Any, k: Any, v: Any, attn_bias: Any, compute_log_sumexp: bool, dropout_p: float = 0.0,
-    is_causal: bool = False, return_debug_mask: bool = False, *, scale: float,
+    q: Any, k: Any, v: Any, *, attn_bias: Any, compute_log_sumexp: bool, dropout_p: float = 0.0,
+    is_causal: bool = False, return_debug_mask: bool = False, scale: float,
 ) -> Any:  # fmt: skip
     """No bias here; causal from the top left; its LSE has a dimension more."""
     check(q, k, v, half=True)

@@ -150,9 +150,9 @@ def test_kernels_without_a_mask_are_causal_by_their_corner_or_by_merging(
     seen: list[tuple[int, bool]] = []
     function = torch_sdpa.operator(kernel)
 
-    def watched(q, k, v, *rest, **named):
-        seen.append((k.shape[2], rest[1] if kernel == "flash" else rest[3]))
-        return function(q, k, v, *rest, **named)
+    def watched(q, k, v, **named):
+        seen.append((k.shape[2], named["is_causal"]))
+        return function(q, k, v, **named)
 
     monkeypatch.setattr(torch_sdpa, "operator", lambda name: watched)
     fields = spec(dtype=torch.float16, page_size=page_size)
