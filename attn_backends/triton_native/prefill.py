@@ -57,6 +57,31 @@ def lengths_of(cu_q_ptr, kv_len_ptr, cu_k_ptr, b, num_seqs, total_q, PAGE_SIZE: 
     return q_start, q_len, kv_len, k_start.to(tl.int64)
 
 
+@triton.jit
+def keys_of(first, q_len, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+            PHASES: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr):  # fmt: skip
+    """Keys [lo, hi) that rows ``first ..`` see, and the whole tiles [mid_lo, mid_hi) that all do."""
+    pos_first = first // PACK + kv_len - q_len
+    pos_last = tl.minimum((first + BLOCK_M - 1) // PACK, q_len - 1) + kv_len - q_len
+    lo, hi = key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+    start = lo // BLOCK_N * BLOCK_N
+    mid_lo = start
+    mid_hi = start
+    if PHASES:
+        mid_hi = hi
+        if HAS_LEFT:
+            mid_lo = tl.maximum(tl.cdiv(tl.maximum(pos_last - left, 0), BLOCK_N) * BLOCK_N, start)
+        if HAS_RIGHT:
+            mid_hi = tl.maximum(tl.minimum(mid_hi, pos_first + right + 1), 0)
+        # Without a whole tile in the middle, one masked part covers everything.
+        mid_hi = mid_hi // BLOCK_N * BLOCK_N
+        none = mid_hi <= mid_lo
+        mid_lo = tl.where(none, start, mid_lo)
+        mid_hi = tl.where(none, start, mid_hi)
+    return lo, hi, mid_lo, mid_hi
+
+
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "total_q", "num_tiles", "left", "right", "short_rows", "k_scale_step",
@@ -137,10 +162,9 @@ def _prefill_fwd_kernel(
     acc1 = tl.zeros([BLOCK_M, DV1 if DV1 > 0 else 16], tl.float32)
     m = tl.full([BLOCK_M], NEG_INF, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
-    pos_first = first // PACK + kv_len - q_len
-    pos_last = tl.minimum((first + BLOCK_M - 1) // PACK, q_len - 1) + kv_len - q_len
-    key_lo, key_hi = key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-    lo = key_lo // BLOCK_N * BLOCK_N
+    key_lo, key_hi, mid_lo, mid_hi = keys_of(
+        first, q_len, kv_len, left, right, HAS_LEFT, HAS_RIGHT, PHASES, PACK, BLOCK_M, BLOCK_N
+    )
     stride_kp, stride_kn, stride_kh = full_strides(
         stride_kp, stride_kn, stride_kh, KV_ALIGN, NARROW
     )
@@ -150,24 +174,12 @@ def _prefill_fwd_kernel(
     k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn.to(tl.int64)
     v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn.to(tl.int64)
     table = table_ptr + b.to(tl.int64) * stride_table
-    mid_lo = lo
-    mid_hi = lo
     if PHASES:
-        mid_hi = key_hi
-        if HAS_LEFT:
-            mid_lo = tl.maximum(tl.cdiv(tl.maximum(pos_last - left, 0), BLOCK_N) * BLOCK_N, lo)
-        if HAS_RIGHT:
-            mid_hi = tl.maximum(tl.minimum(mid_hi, pos_first + right + 1), 0)
-        # Without a whole tile in the middle, one masked part covers everything.
-        mid_hi = mid_hi // BLOCK_N * BLOCK_N
-        if mid_hi <= mid_lo:
-            mid_lo = lo
-            mid_hi = lo
         if HAS_LEFT:
             acc0, acc1, m, l = attend(  # noqa: E741
                 q0, q1, acc0, acc1, m, l, k_base, v_base, table, mask_rows,
                 row_pos, row_valid, slope, s_scale, softcap,
-                lo, mid_lo, key_lo, key_hi, left, right,
+                key_lo // BLOCK_N * BLOCK_N, mid_lo, key_lo, key_hi, left, right,
                 stride_kp, stride_kn, stride_vp, stride_vn,
                 True, HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_ALIBI, HAS_MASK, PAGE_SIZE, BLOCK_N,
                 D, D0, D1, DV, DV0, DV1, SHARE_KV, SAME_STRIDES, NARROW, FP8,
@@ -193,9 +205,9 @@ def _prefill_fwd_kernel(
         row = first + tl.arange(0, BLOCK_M)
         row_valid = row < q_len * PACK
         row_pos = row // PACK + (kv_len - q_len)
-        pos_first = first // PACK + kv_len - q_len
-        pos_last = tl.minimum((first + BLOCK_M - 1) // PACK, q_len - 1) + kv_len - q_len
-        key_lo, key_hi = key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+        key_lo, key_hi, _, mid_hi = keys_of(
+            first, q_len, kv_len, left, right, HAS_LEFT, HAS_RIGHT, PHASES, PACK, BLOCK_M, BLOCK_N
+        )
         kv_head = (unit * PACK // GROUP).to(tl.int64)
         k_base = k_ptr + kv_head * stride_kh + k_start * stride_kn.to(tl.int64)
         v_base = v_ptr + kv_head * stride_vh + k_start * stride_vn.to(tl.int64)
