@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,18 @@ LLAMA8 = dict(
     rope_theta=500000.0,
     tie_word_embeddings=False,
 )
+#: Softcap, and windows that prompts outgrow in every other layer.
+GEMMA2 = LLAMA8 | dict(
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_attention_heads=16,
+    query_pre_attn_scalar=128,
+    sliding_window=128,
+    layer_types=["sliding_attention", "full_attention"] * 4,
+    attn_logit_softcapping=50.0,
+    hidden_act="gelu_pytorch_tanh",  # where SGLang looks for it
+    tie_word_embeddings=True,
+)
 
 
 @dataclass(frozen=True)
@@ -54,32 +66,37 @@ class Model:
     Attributes:
         name: What results call it.
         vocabulary: Tokens that random prompts draw from.
-        drawn: Whether its weights are random.
+        family: Of transformers' classes, for weights that are drawn; empty for a real model.
+        shape: Arguments of the family's configuration.
     """
 
     name: str
     vocabulary: int
-    drawn: bool
+    family: str = ""
+    shape: dict[str, Any] = field(default_factory=dict)
 
 
 MODELS = {
-    "smollm2": Model("SmolLM2-135M-Instruct", 49152, False),
-    "llama8": Model("Llama-8B shape, 8 layers, random weights", 32000, True),
+    "smollm2": Model("SmolLM2-135M-Instruct", 49152),
+    "llama8": Model("Llama-8B shape, 8 layers, random weights", 32000, "Llama", LLAMA8),
+    "gemma2": Model(
+        "Gemma 2 shape, 8 layers, windows of 128, random weights", 32000, "Gemma2", GEMMA2
+    ),
 }
 
 
-def llama8_folder(target: Path) -> Path:
-    """A checkpoint of the shape, with weights as wide as those that models start from."""
+def drawn_folder(drawn: Model, device: str, target: Path) -> Path:
+    """A checkpoint of a shape, with weights as wide as those that models start from."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(**LLAMA8, dtype=torch.bfloat16)
+    config = getattr(transformers, f"{drawn.family}Config")(**drawn.shape, dtype=torch.bfloat16)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
-            model = LlamaForCausalLM(config)
+        with torch.device(device):
+            model = getattr(transformers, f"{drawn.family}ForCausalLM")(config)
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():
@@ -88,7 +105,8 @@ def llama8_folder(target: Path) -> Path:
                 parameter.normal_(0, 0.02)
     model.save_pretrained(target)
     del model
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return target
 
 
@@ -134,7 +152,8 @@ def start(
 def start_scorer(model: Model, folder: Path, logs: Path) -> Engine:
     """Start transformers in float32 over the same weights, for what SGLang itself cannot say."""
     log = logs / f"{folder.name}-scorer.log"
-    settings = json.dumps({"model": str(folder), "dtype": "float32"})
+    attention = "eager" if "attn_logit_softcapping" in model.shape else "sdpa"  # has no softcap
+    settings = json.dumps({"model": str(folder), "dtype": "float32", "attention": attention})
     process = subprocess.Popen(
         [sys.executable, "-m", "attn_backends.bench.transformers_engine", settings, str(log)],
         stdin=subprocess.PIPE,
@@ -143,7 +162,7 @@ def start_scorer(model: Model, folder: Path, logs: Path) -> Engine:
         text=True,
         start_new_session=True,
     )
-    return Engine("sdpa of transformers", model, "float32", process, log)
+    return Engine(f"{attention} of transformers", model, "float32", process, log)
 
 
 def stop(engine: Engine) -> None:
@@ -174,9 +193,9 @@ def serve(
         note(rows)
 
     try:
-        if model.drawn:
+        if model.family:
             prompts = random_ids(model.vocabulary)
-            llama8_folder(folder)
+            drawn_folder(model, options.device, folder)
         else:
             prompts = tokenized(smollm2_folder(options.gguf, folder))
         prompts = prompts[: options.prompts] if options.prompts else prompts
@@ -211,7 +230,7 @@ def serve(
 def options_of(argv: list[str] | None = None) -> argparse.Namespace:
     """What the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(MODELS), help="of smollm2, llama8")
+    parser.add_argument("--models", default="smollm2,llama8", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--backend", default="triton", help="what stands behind the plug")
     parser.add_argument("--peers", help="SGLang's own; the first one is the reference")
     parser.add_argument("--timed", help="backends to time beside the reference; default: all")

@@ -1,4 +1,4 @@
-"""transformers with its own ``sdpa``, driven line by line: a reference for engines in float32.
+"""transformers with its own attention, driven line by line: a reference for engines in float32.
 
 Answers the commands of ``vllm_engine``, all prompts of a command in one padded batch; and scores
 texts that others have written.
@@ -27,7 +27,9 @@ def build(options: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
-        options["model"], dtype=getattr(torch, options["dtype"]), attn_implementation="sdpa"
+        options["model"],
+        dtype=getattr(torch, options["dtype"]),
+        attn_implementation=options.get("attention", "sdpa"),
     )
     model.generation_config.eos_token_id = None  # a token like any other, as engines are told
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
