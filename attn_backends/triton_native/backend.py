@@ -85,6 +85,8 @@ class TritonBackend(AttentionBackend):
         super().__init__(*args, **options)
         #: Launchers by what their constants depend on, so that a step need not name them all.
         self.launchers: dict[Any, Any] = {}
+        #: How numbers reach the tensor cores, by device.
+        self.formats: dict[Any, Any] = {}
 
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:

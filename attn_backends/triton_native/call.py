@@ -325,7 +325,7 @@ class Call:
         phases = config.phases and not spec.has_mask
         block_b = min(max(next_power_of_2(batch.num_seqs + 1), 32), 1024)
 
-        registers = 0 if batch.is_paged or plan.device.interpreted else config.registers
+        registers = 0 if plan.device.interpreted else config.registers
 
         def prefill_launcher() -> Launcher:
             constants = (

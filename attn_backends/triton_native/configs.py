@@ -58,8 +58,7 @@ class PrefillConfig:
         heads_inner: Whether heads change fastest in the grid, else tiles within a KV head.
         fuse: As in ``SplitConfig``, like ``lane_sums``.
         lane_sums: The same.
-        registers: Most registers of a thread, so that more programs fit, for keys without pages,
-            which take registers themselves; 0 leaves it open.
+        registers: Most registers of a thread, so that more programs fit; 0 leaves it open.
         maps: Whether keys and values come through tensor maps, where they can.
     """
 
@@ -205,8 +204,9 @@ def few_configs(
 
 @cache
 def prefill_config(
-    arch: int, small: bool, d: int, dv: int, q_bytes: int, kv_bytes: int, has_mask: bool = False
-) -> PrefillConfig:
+    arch: int, small: bool, d: int, dv: int, q_bytes: int, kv_bytes: int, has_mask: bool = False,
+    paged: bool = False,
+) -> PrefillConfig:  # fmt: skip
     """Configuration of the prefill kernel.
 
     Args:
@@ -218,6 +218,7 @@ def prefill_config(
         q_bytes: Bytes of an element in the products: 2 or 4.
         kv_bytes: Bytes of a stored key element: 1, 2 or 4.
         has_mask: Whether mask bits are loaded beside the scores, which takes registers.
+        paged: Whether keys have pages, which takes registers too.
     """
     if q_bytes == 4:
         tile = 16 if max(d, dv) > 64 else 32
@@ -225,7 +226,10 @@ def prefill_config(
         return _fit(config, arch, d, dv, q_bytes, kv_bytes, False)
     key = (arch, small, d, dv, q_bytes, kv_bytes)
     if key in measured.PREFILL and not has_mask:
-        return PrefillConfig(*measured.PREFILL[key])
+        config = PrefillConfig(*measured.PREFILL[key])
+        if paged and config.registers:  # one program a multiprocessor, deeper pipelined
+            config = replace(config, stages=config.stages + 1, registers=0)
+        return config
     widest = max(d, dv)
     if widest > 256:
         config = PrefillConfig(64, 32, 8, 2)

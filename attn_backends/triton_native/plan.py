@@ -104,7 +104,10 @@ class TritonPlan(Plan):
         spec, options = self.spec, backend.options
         device = _device(batch.device.type, batch.device.index)
         self.device = device
-        self.formats = Formats.of(spec, device)
+        known = backend.formats.get(device)
+        if known is None:
+            known = backend.formats[device] = Formats.of(spec, device)
+        self.formats: Formats = known
         self._prepared: dict[Any, Call] = {}
         self.exact = batch.q_lens is not None and batch.kv_lens is not None and capacity is None
         #: What all sequences have in common, for the split kernel; None: they have work lists.
@@ -162,13 +165,6 @@ class TritonPlan(Plan):
                             few.block_n,
                         )  # fmt: skip
                         break
-        small = -(-batch.total_q // 128) * spec.num_heads < device.processors or rows <= 64
-        small = small or batch.max_seqlen_k <= SHORT_KEYS
-        self.prefill = prefill_config(
-            device.arch, small, spec.head_dim, dv, q_bytes, kv_bytes, spec.has_mask
-        )
-        if options.prefill_config is not None:
-            self.prefill = PrefillConfig(*options.prefill_config)
         if self.exact:
             longest = max(batch.q_lens, default=0)
             self.prefills = longest * group > self.short_rows
@@ -179,10 +175,23 @@ class TritonPlan(Plan):
         else:
             self.prefills = rows > self.short_rows
             self.splits = self.short_rows > 0 or not self.prefills
+        if self.prefills:
+            self.prefill = self._prefill_config(options, rows)
         # Rows after the last sequence are filled by one of the two kernels.
         self.pad_rows = not self.exact and not self.prefills
         self.hopper = self._hopper_variant() if self.prefills else None
         self.hopper_work: torch.Tensor | None = None
+
+    def _prefill_config(self, options: Any, rows: int) -> PrefillConfig:
+        """The tile of the prefill kernel, for queries of at most as many rows."""
+        if options.prefill_config is not None:
+            return PrefillConfig(*options.prefill_config)
+        spec, batch, device = self.spec, self.batch, self.device
+        small = -(-batch.total_q // 128) * spec.num_heads < device.processors or rows <= 64
+        small = small or batch.max_seqlen_k <= SHORT_KEYS
+        return prefill_config(
+            device.arch, small, spec.head_dim, spec.dv, *self.sizes, spec.has_mask, batch.is_paged
+        )  # fmt: skip
 
     def _hopper_variant(self) -> Any:
         """The warp-specialised variant for this batch, or None where the plain kernel runs."""

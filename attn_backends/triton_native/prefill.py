@@ -61,7 +61,7 @@ def lengths_of(cu_q_ptr, kv_len_ptr, cu_k_ptr, b, num_seqs, total_q, PAGE_SIZE: 
 def keys_of(first, q_len, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
             PHASES: tl.constexpr, PACK: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr):  # fmt: skip
-    """Keys [lo, hi) that rows ``first ..`` see, and the whole tiles [mid_lo, mid_hi) that all do."""
+    """Keys [lo, hi) that rows ``first ..`` see, and whole tiles [mid_lo, mid_hi) that all do."""
     pos_first = first // PACK + kv_len - q_len
     pos_last = tl.minimum((first + BLOCK_M - 1) // PACK, q_len - 1) + kv_len - q_len
     lo, hi = key_range(pos_first, pos_last, kv_len, left, right, HAS_LEFT, HAS_RIGHT)
