@@ -23,6 +23,8 @@ Attend = Callable[..., AttentionOutput]
 
 #: Layouts that a plan learns; layers that keep changing them take the ordinary way.
 _MOST_LAYOUTS = 8
+#: Choices of extras that a plan keeps.
+_MOST_EXTRAS = 512
 _new = tuple.__new__
 
 
@@ -100,6 +102,38 @@ def repeat_of(
     return any_kind if given or without_v else fresh
 
 
+class RepeatWithExtras:
+    """Runs with optional inputs: a repeat for each choice of numbers and slopes seen before.
+
+    Layers have scales of their own, and share slopes. Slopes are told apart by identity, and kept,
+    so that no other tensor can take their place.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Callable[..., Any], Any]] = {}
+
+    def add(self, extras: RunExtras, repeat: Callable[..., AttentionOutput | None]) -> None:
+        """Keep a repeat of runs with these extras, which ``can_repeat``."""
+        if len(self._known) >= _MOST_EXTRAS:
+            self._known.clear()
+        slopes = extras.alibi_slopes
+        self._known[id(slopes), extras.k_scale, extras.v_scale] = (repeat, slopes)
+
+    def __call__(self, q: Any, k: Any, v: Any, extras: Any, out: Any) -> AttentionOutput | None:
+        """Run on these tensors; None if they need the ordinary way, with its checks."""
+        if extras is None:
+            return None
+        sinks, slopes, mask, k_scale, v_scale = extras
+        if sinks is not None or mask is not None or not _numbers(k_scale, v_scale):
+            return None
+        found = self._known.get((id(slopes), k_scale, v_scale))
+        return None if found is None else found[0](q, k, v, None, out)
+
+
+def _numbers(*scales: Any) -> bool:
+    return all(scale is None or type(scale) is float for scale in scales)
+
+
 class AdapterPlan(Plan):
     """A plan that learns, from a run, how the next layer can go straight to the library."""
 
@@ -113,9 +147,9 @@ class AdapterPlan(Plan):
         v: torch.Tensor | None,
         extras: RunExtras,
         out: AttentionOutput | None,
-        attend: Attend,
+        attend: Callable[[RunExtras], Attend],
     ) -> None:
-        """Keep a run that was made, if it needed nothing but ``attend``.
+        """Keep a run that was made, if it needed nothing but what ``attend`` gives.
 
         Args:
             q: Queries as the caller gave them.
@@ -123,15 +157,22 @@ class AdapterPlan(Plan):
             v: Values, or None.
             extras: The optional inputs.
             out: Outputs, if given.
-            attend: What computes q, k, v as they are; the caller knows that they need no copy.
+            attend: Of the extras, what computes q, k, v as they are; the caller knows that they
+                need no copy.
         """
         work = self.work
         whole = work.rows is None and work.empty is None and q.shape[0] == work.batch.total_q
         if not whole or self.check_always or not self.spec.scale:
             return
-        if self._learned < _MOST_LAYOUTS and all(x is None for x in extras):
-            self._learned += 1
-            self.repeat = repeat_of(q, k, v, out, attend)
+        if all(x is None for x in extras):
+            if self._learned < _MOST_LAYOUTS:
+                self._learned += 1
+                self.repeat = repeat_of(q, k, v, out, attend(extras))
+        elif extras.sinks is None and extras.mask is None:
+            if _numbers(extras.k_scale, extras.v_scale):
+                if not isinstance(self.repeat, RepeatWithExtras):
+                    self.repeat = RepeatWithExtras()
+                self.repeat.add(extras, repeat_of(q, k, v, out, attend(extras)))
 
 
 class AdapterBackend(AttentionBackend):

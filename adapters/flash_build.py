@@ -20,8 +20,6 @@ from .adapter import Attend, state_of
 from .arrange import Arrangement, arrange
 from .tensors import Tensors, aligned, leaves_keys_behind
 
-NO_EXTRAS = RunExtras()
-
 
 class FlashCall:
     """A planned batch in the hands of a build; everything that layers share is fixed.
@@ -54,10 +52,6 @@ class FlashCall:
         if o.shape[-1] != self.dv:
             return o[..., : self.dv], lse, False
         return o, lse, as_given
-
-    def attend(self) -> Attend:
-        """The same for tensors that the library takes as they are, without extras."""
-        return self.library(NO_EXTRAS)
 
 
 def by_token(function: Callable[..., Any], **fixed: Any) -> Attend:

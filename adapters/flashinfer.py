@@ -115,12 +115,16 @@ class FlashInferPlan(AdapterPlan):
             raise explained from error
         self.planned = planned(self.batch.device)
 
-    def attend(self, rows: int) -> Attend:
-        """What computes tensors that need no preparation; ``v`` is None or unused with MLA."""
-        spec, device = self.spec, self.batch.device
+    def attend(self, extras: RunExtras) -> Attend:
+        """What computes tensors that need no preparation; ``v`` is None or unused with MLA.
+
+        Scales are numbers here.
+        """
+        spec, device, rows = self.spec, self.batch.device, self.work.batch.total_q
         new_o = maker((rows, spec.num_heads, spec.dv), spec.out_dtype, device)
         new_lse = maker((rows, spec.num_heads), torch.float32, device)
-        library = self.calls.library(self.wrapper)
+        library = self.calls.library(self.wrapper, extras.k_scale)
+        v_scale = extras.v_scale
 
         def attend(
             q: torch.Tensor, k: torch.Tensor, v: Any, out: AttentionOutput | None = None
@@ -128,6 +132,8 @@ class FlashInferPlan(AdapterPlan):
             o, lse = (new_o(), new_lse()) if out is None else out
             library(q, k, v, o, lse)
             lse.mul_(LN2)
+            if v_scale is not None:
+                o.mul_(v_scale)
             return state_of(o, lse) if out is None else out
 
         return attend
@@ -276,7 +282,7 @@ class FlashInferBackend(AdapterBackend):
         result = restore(o, lse, work, q.shape[0], None if direct else out)
         as_given = ready[0] is q and ready[1] is k and (is_mla(spec) or ready[2] is v)
         if as_given and (direct or out is None):
-            plan.learn(q, k, v, extras, out, plan.attend(q.shape[0]))
+            plan.learn(q, k, v, extras, out, plan.attend)
         return result
 
 

@@ -26,7 +26,6 @@ from ..plan import Plan
 from ..spec import FP8_DTYPES, AttentionSpec
 from .adapter import AdapterBackend, AdapterPlan
 from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
-from .flash_build import NO_EXTRAS
 from .padded import Padded, mask_starts
 from .straight import Kernel, straight
 
@@ -200,13 +199,13 @@ class TorchFlexBackend(AdapterBackend):
             if extras.v_scale is not None:
                 o = o.float() * per_head(extras.v_scale, spec, q.device)[:, None]
             result = restore(o.to(spec.out_dtype), lse.float(), plan.work, q.shape[0], out)
-        if rows is q and v is not None and extras == NO_EXTRAS:
+        if rows is q and v is not None and all(x is None for x in extras):
             kernel = self._kernel(fast, self._width(q), arguments)
             learned = straight(
                 padded, q, k, v, kernel, (found[0].to(spec.out_dtype), found[1].float())
             )
             if learned is not None:
-                plan.learn(q, k, v, extras, out, learned)
+                plan.learn(q, k, v, extras, out, lambda extras: learned)
         return result
 
     def _width(self, q: torch.Tensor) -> torch.dtype:

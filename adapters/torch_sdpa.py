@@ -207,7 +207,7 @@ class TorchSdpaBackend(AdapterBackend):
                 if rows is q and v is not None and found is not None:
                     learned = straight(plan.groups[0].padded, q, k, v, *found)
                     if learned is not None:
-                        plan.learn(q, k, v, extras, out, learned)
+                        plan.learn(q, k, v, extras, out, lambda extras: learned)
                 return result
             o = torch.empty(*rows.shape[:2], spec.dv, dtype=q.dtype, device=q.device)
             lse = torch.empty(rows.shape[:2], dtype=torch.float32, device=q.device)
@@ -260,6 +260,7 @@ def attend(
     wide_o, lse = call(query, key, value)
     o = wide_o[..., : spec.dv].to(q.dtype)
     as_given = (width, value_width) == (spec.head_dim, spec.dv) and wide_o.dtype == q.dtype
+    as_given = as_given and extras.alibi_slopes is None
     found = (call, (wide_o, lse)) if as_given else None
     if extras.mask is not None and visible is not None:
         empty = ~visible.any(dim=-1)  # [n, 1, q_len]

@@ -213,7 +213,7 @@ class TorchVarlenBackend(AdapterBackend):
         result = restore(o[..., : spec.dv], lse, work, q.shape[0], out)
         as_given = ready[0] is q and ready[1] is k and ready[2] is v
         if as_given and plan.width == spec.dv:
-            plan.learn(q, k, v, extras, out, attend)
+            plan.learn(q, k, v, extras, out, lambda extras: attend)
         return result
 
 

@@ -251,3 +251,33 @@ def test_options_of_a_run_are_not_lost_on_later_layers(bound: Any) -> None:
     run(backend, call, plan)
     with_sinks = call._replace(kwargs={"sinks": torch.arange(4.0)})
     assert_close(run(backend, with_sinks, plan), reference(with_sinks))
+
+
+@pytest.mark.parametrize("way", ["fa2-paged", "fa2-ragged", "fa3-paged", "flashinfer-paged"])
+def test_layers_with_slopes_or_scales_of_their_own_are_not_checked_again(
+    way: str, bound: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slopes = way.startswith("fa2")
+    fp8 = dict(kv_dtype=torch.float8_e4m3fn)
+    if way.startswith("fa3"):
+        fp8 = dict(dtype=torch.float8_e4m3fn)
+    backend = bound(way, **(dict(has_alibi=True) if slopes else fp8))
+    call = make_call(backend.spec, *LENGTHS["mixed"])
+    plan = backend.plan(call.batch)
+    layers = []
+    for seed in range(3):
+        other = layer(call, seed)
+        if not slopes:
+            other = other._replace(kwargs=dict(k_scale=0.5 + seed, v_scale=2.0 - seed / 2))
+        layers.append(other)
+    wanted = [reference(other) for other in layers]
+    for other, want in zip(layers, wanted):
+        assert_close(run(backend, other, plan), want)
+    changed = dict(call.kwargs, k_scale=torch.tensor(0.25)) if not slopes else call.kwargs
+    if slopes:
+        changed = {"alibi_slopes": call.kwargs["alibi_slopes"] * 2}
+    assert_close(run(backend, call._replace(kwargs=changed), plan),
+                 reference(call._replace(kwargs=changed)))  # fmt: skip
+    monkeypatch.setattr(backend_module, "check_extras", None)
+    for other, want in zip(layers, wanted):
+        assert_close(run(backend, other, plan), want)
