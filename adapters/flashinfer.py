@@ -120,10 +120,12 @@ class FlashInferPlan(AdapterPlan):
 
         Scales are numbers here.
         """
+        k_scale = extras.k_scale
+        assert not isinstance(k_scale, torch.Tensor)
         spec, device, rows = self.spec, self.batch.device, self.work.batch.total_q
         new_o = maker((rows, spec.num_heads, spec.dv), spec.out_dtype, device)
         new_lse = maker((rows, spec.num_heads), torch.float32, device)
-        library = self.calls.library(self.wrapper, extras.k_scale)
+        library = self.calls.library(self.wrapper, k_scale)
         v_scale = extras.v_scale
 
         def attend(
