@@ -111,6 +111,59 @@ def test_a_library_is_waited_for_as_often_as_its_adapter_says(name: str) -> None
                 assert not running
 
 
+#: Page size, and whether layers after the first go straight to the library where lengths differ.
+LAYERS = {
+    **{name: (size, True) for name, (size, _) in WAITS.items()},
+    "torch_sdpa": (16, False),
+    "torch_sdpa-efficient": (16, False),
+    "torch_sdpa-flash": (16, False),
+    "torch_sdpa-cudnn": (16, False),
+    "torch_flex": (16, False),
+}
+STEPS = {
+    "decode": ([1, 1, 1], [64, 64, 64]),
+    "square": ([17, 17], [17, 17]),
+    "extend": ([5, 5], [48, 48]),
+    "mixed": ([5, 3, 1], [9, 17, 4]),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_after_the_first_are_right(name: str, paged: bool, steps: str) -> None:
+    backend, values = TARGETS[name]
+    options = backend.Options.model_validate(values)
+    page_size, always = LAYERS[name]
+    missing = backend.dependency_reasons(options)
+    if missing:
+        pytest.skip("not run: " + "; ".join(map(str, missing)))
+    if paged and page_size is None:
+        pytest.skip("this release has no pages")
+    spec = AttentionSpec(8, 2, 64, page_size=page_size if paged else None)
+    bound = backend(spec, device="cuda", options=options)
+    q_lens, kv_lens = STEPS[steps]
+    call = make_call(spec, q_lens, kv_lens)
+    batch = Batch.from_lengths(q_lens, kv_lens, page_table=call.batch.page_table, device="cuda")
+    plan = bound.plan(batch)
+    rng = torch.Generator().manual_seed(1)
+    for number in range(4):
+        layer = call._replace(
+            **{n: torch.randn(getattr(call, n).shape, generator=rng).bfloat16() for n in "qkv"}
+        )
+        want = reference(layer)
+        got = bound.run(layer.q.cuda(), layer.k.cuda(), layer.v.cuda(), plan)
+        twice = name == "torch_sdpa-cudnn" and steps == "extend"
+        if number and not twice and (always or steps != "mixed"):
+            assert plan.repeat is not None
+        # Weights and outputs are rounded to bfloat16, and in FlashInfer the sum of a row too.
+        step = 2.0**-8
+        size = want.o.float().abs().amax().clamp_min(1.0)
+        assert bool(((got.o.cpu().float() - want.o.float()).abs() <= 2 * step * size).all())
+        assert bool(((got.lse.cpu() - want.lse).abs() <= step).all())
+
+
 @pytest.mark.gpu
 def test_flashinfer_s_own_complaint_about_its_workspace_names_the_option() -> None:
     options = FlashInferBackend.Options(workspace_mb=1)
