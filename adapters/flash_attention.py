@@ -124,10 +124,16 @@ class FlashAttentionBackend(AdapterBackend):
 
     @classmethod
     def dependency_reasons(cls, options: BackendOptions | None = None) -> list[Reason]:
-        """Nothing if any of the builds loads, else what is wrong with each."""
-        builds = candidates(_options(options), None)
-        found = [build.dependency_reasons() for build in builds]
-        return [] if any(not reasons for reasons in found) else _unique(found)
+        """Nothing if any of the builds loads, else what is wrong with each.
+
+        The first that loads ends the search: FlashAttention 4 takes seconds to import.
+        """
+        found: list[list[Reason]] = []
+        for build in candidates(_options(options), None):
+            found.append(build.dependency_reasons())
+            if not found[-1]:
+                return []
+        return _unique(found)
 
     @classmethod
     def unsupported_reasons(

@@ -10,6 +10,7 @@ import torch
 from standin_flash import flash_attn_2, flash_attn_3, flash_attn_4, vllm
 from support import assert_close, make_call, reference, run
 
+from attn_backends.adapters.fa4 import FlashAttention4
 from attn_backends.adapters.flash_attention import FlashAttentionBackend, candidates
 from attn_backends.capacity import Capacity
 from attn_backends.errors import UnsupportedCallError
@@ -122,6 +123,18 @@ def test_auto_passes_over_builds_that_cannot_do_the_call(install: Any, on_cpu: N
     assert bind(spec(has_alibi=True)).build.version == 2
     assert bind(spec(page_size=16)).build.version == 3  # pages of 256 in FlashAttention 2
     assert "flash-attn 2.8.3" in bind(spec()).build.label
+
+
+def test_a_build_that_loads_ends_the_search(
+    install: Any, on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(flash_attn=flash_attn_2())
+    asked: list[str] = []
+    own = FlashAttention4.probe
+    monkeypatch.setattr(FlashAttention4, "probe", lambda self: (asked.append("4"), own(self))[1])
+    assert FlashAttentionBackend.dependency_reasons() == [] and not asked
+    options = FlashAttentionBackend.Options(version="4")
+    assert FlashAttentionBackend.dependency_reasons(options) and asked
 
 
 def test_an_asked_version_never_falls_back(install: Any, on_cpu: None) -> None:
