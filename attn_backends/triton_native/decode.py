@@ -117,7 +117,7 @@ def _split_fwd_kernel(
         hi = tl.minimum(lo + equal_size, equal_k)
         kv_len = equal_k
         slot = tl.where(equal_parts > 1, slot, -1)
-        k_start = b.to(tl.int64) * (equal_k if PAGE_SIZE == 0 else 0)
+        k_start = tl.full([], 0, tl.int64)
     else:
         item = items_ptr + (pid // HK).to(tl.int64) * 16
         b = tl.load(item + ITEM_SEQ)

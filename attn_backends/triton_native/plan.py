@@ -280,10 +280,15 @@ class TritonPlan(Plan):
         )  # fmt: skip
 
     def _equal_items(self, bounds: SplitBounds) -> tuple[int, int, int, int, int] | None:
-        """Rows, keys, row tiles, parts and keys per part, if they are those of every sequence."""
+        """Rows, keys, row tiles, parts and keys per part, if they are those of every sequence.
+
+        Keys without pages may begin anywhere, which the device alone knows.
+        """
         batch, config = self.batch, self.split
         q_lens, kv_lens = batch.q_lens, batch.kv_lens
-        if not self.exact or self.prefills or self.c0 or self.spec.bounds[0] is not None:
+        if not (self.exact and batch.is_paged) or self.prefills or self.c0:
+            return None
+        if self.spec.bounds[0] is not None:
             return None
         if not kv_lens or min(kv_lens) != max(kv_lens) or min(q_lens) != max(q_lens):
             return None

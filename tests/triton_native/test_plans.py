@@ -62,6 +62,25 @@ def test_lengths_on_the_device_alone_decide(
     p.check(backend.run(p.q, p.k, p.v, backend.plan(device_only(p.batch))))
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 200), (3, 130), (1, 0), (20, 150), (1, 1)])
+@pytest.mark.parametrize("options", [{}, {"num_splits": 5}, {"split_keys": 32}], ids=str)
+def test_alike_sequences_need_no_work_list(
+    lab: SimpleNamespace, monkeypatch, q_len: int, kv_len: int, options: dict[str, int]
+) -> None:
+    spec = AttentionSpec(6, 2, 16, dtype=HALF, page_size=8)
+    p = lab.Problem(spec, [q_len] * 3, [kv_len] * 3)
+    backend = lab.Backend(spec, device=p.device, options=lab.Options(short_rows=64, **options))
+    plan = backend.plan(p.batch)
+    assert plan.equal
+    got = backend.run(p.q, p.k, p.v, plan)
+    p.check(got)
+    monkeypatch.setattr(type(plan), "_equal_items", lambda self, bounds: None)
+    plan = backend.plan(p.batch)
+    assert not plan.equal
+    listed = backend.run(p.q, p.k, p.v, plan)
+    assert torch.equal(got.o, listed.o) and torch.equal(got.lse, listed.lse)
+
+
 @pytest.mark.parametrize("lens", [[900, 3, 0, 64, 65], [700] * 3, [100] * 18, []])
 @pytest.mark.parametrize(
     ("options", "invariant"),
