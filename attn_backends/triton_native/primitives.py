@@ -71,28 +71,30 @@ def full_strides(stride_p, stride_n, stride_h, KV_ALIGN: tl.constexpr, NARROW: t
 
 
 @triton.jit
-def load_pages(table_ptr, start, key_hi, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_pages(table_ptr, start, key_lo, key_hi, PAGE_SIZE: tl.constexpr, CLAMP: tl.constexpr,
+               BLOCK_N: tl.constexpr):  # fmt: skip
     """Page ids of the keys from ``start`` on: one if a page holds a whole tile, else [BLOCK_N]."""
     if PAGE_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + start // PAGE_SIZE, mask=start < key_hi, other=0)
     else:
         n = start + tl.arange(0, BLOCK_N)
-        return tl.load(table_ptr + n // PAGE_SIZE, mask=n < key_hi, other=0)
+        if CLAMP:
+            n = tl.maximum(tl.minimum(n, key_hi - 1), key_lo)
+        some = (n * 0 + key_lo if CLAMP else n) < key_hi
+        return tl.load(table_ptr + n // PAGE_SIZE, mask=some, other=0)
 
 
 @triton.jit
-def row_offsets(pages, start, stride_page, stride_row, PAGE_SIZE: tl.constexpr,
+def row_offsets(pages, start, n, stride_page, stride_row, PAGE_SIZE: tl.constexpr,
                 NARROW: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
-    """Element offsets [BLOCK_N] of a sequence's key rows ``start ..``; see ``full_strides``."""
-    lane = tl.arange(0, BLOCK_N)
+    """Element offsets [BLOCK_N] of the rows of keys ``n``, ``start ..``; see ``full_strides``."""
     if PAGE_SIZE == 0:
-        n = start + lane
         return (n if NARROW == 2 else n.to(tl.int64)) * stride_row
     else:
         if PAGE_SIZE % BLOCK_N == 0:
-            slot = start % PAGE_SIZE + lane
+            slot = start % PAGE_SIZE + (n - start)
         else:
-            slot = (start + lane) % PAGE_SIZE
+            slot = n % PAGE_SIZE
         if NARROW == 0:
             slot = slot.to(tl.int64)
         if NARROW < 2:
@@ -185,6 +187,10 @@ def attend(
     """
     dtype: tl.constexpr = q0.dtype
     accurate: tl.constexpr = dtype == tl.float32
+    # Keys out of range are not read: others are in their place, which takes fewer registers than
+    # masks, but for the many rows that a thread has of wide tiles.
+    clamp: tl.constexpr = not SHARE_KV
+    masks: tl.constexpr = MASKED and not clamp
     lanes = tl.arange(0, BLOCK_N)
     # The last key that a row sees. Before key_lo there is none that the window would show.
     last = row_pos * 0 + (key_hi - 1)
@@ -196,18 +202,23 @@ def attend(
         sums = tl.where(lanes[None, :] == 0, l[:, None], sums)
     pages = lo * 0
     if PAGE_SIZE > 0:
-        pages = load_pages(table_ptr, lo, key_hi, PAGE_SIZE, BLOCK_N)
+        pages = load_pages(table_ptr, lo, key_lo, key_hi, PAGE_SIZE, clamp, BLOCK_N)
     for start in range(lo, hi, BLOCK_N):
         n = start + lanes
         keep = (n >= key_lo) & (n < key_hi)
+        row = n
+        if MASKED and clamp:
+            row = tl.minimum(n, key_hi - 1)
+            if HAS_LEFT:
+                row = tl.maximum(row, key_lo)
         if MAPS:
             k0 = k_map.load([map_row + start, k_lane])
         else:
-            k_off = row_offsets(pages, start, stride_kp, stride_kn, PAGE_SIZE, NARROW, BLOCK_N)
-            k0 = to_compute(load_rows(k_ptr, k_off, keep, 0, D0, D, MASKED), dtype, FP8)
+            k_off = row_offsets(pages, start, row, stride_kp, stride_kn, PAGE_SIZE, NARROW, BLOCK_N)
+            k0 = to_compute(load_rows(k_ptr, k_off, keep, 0, D0, D, masks), dtype, FP8)
         s = tl.dot(q0, tl.trans(k0), input_precision="ieee")  # [BLOCK_M, BLOCK_N] fp32
         if D1 > 0:
-            k1 = to_compute(load_rows(k_ptr, k_off, keep, D0, D1, D, MASKED), dtype, FP8)
+            k1 = to_compute(load_rows(k_ptr, k_off, keep, D0, D1, D, masks), dtype, FP8)
             s = tl.dot(q1, tl.trans(k1), s, input_precision="ieee")
         row_scale = scale
         if ROW_SCALE:
@@ -256,11 +267,13 @@ def attend(
         else:
             v_off = k_off
             if not SAME_STRIDES:
-                v_off = row_offsets(pages, start, stride_vp, stride_vn, PAGE_SIZE, NARROW, BLOCK_N)
-            v0 = to_compute(load_rows(v_ptr, v_off, keep, 0, DV0, DV, MASKED), dtype, FP8)
+                v_off = row_offsets(
+                    pages, start, row, stride_vp, stride_vn, PAGE_SIZE, NARROW, BLOCK_N
+                )
+            v0 = to_compute(load_rows(v_ptr, v_off, keep, 0, DV0, DV, masks), dtype, FP8)
             acc0 = tl.dot(p.to(dtype), v0, acc0, input_precision="ieee")
             if DV1 > 0:
-                v1 = to_compute(load_rows(v_ptr, v_off, keep, DV0, DV1, DV, MASKED), dtype, FP8)
+                v1 = to_compute(load_rows(v_ptr, v_off, keep, DV0, DV1, DV, masks), dtype, FP8)
                 acc1 = acc1 * alpha[:, None]
                 acc1 = tl.dot(p.to(dtype), v1, acc1, input_precision="ieee")
         if SETTLE:
@@ -270,7 +283,9 @@ def attend(
         if PAGE_SIZE > 0:
             # Carried into the next turn: a table load in the turn that uses it would leave the
             # key and value loads nothing to be pipelined behind.
-            pages = load_pages(table_ptr, start + BLOCK_N, key_hi, PAGE_SIZE, BLOCK_N)
+            pages = load_pages(
+                table_ptr, start + BLOCK_N, key_lo, key_hi, PAGE_SIZE, clamp, BLOCK_N
+            )
     if LANE_SUMS:
         l = tl.sum(sums, 1)  # noqa: E741
     return acc0, acc1, m, l
