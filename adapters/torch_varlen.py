@@ -123,18 +123,19 @@ class TorchVarlenPlan(AdapterPlan):
 
     def attend(self) -> Attend:
         """What computes tensors like those that ``tensors`` gave, ``(o [T', H, >= DV], lse)``."""
-        module = _module()
+        module, turned = _module(), None
         function, fixed = module.varlen_attn, dict(self._arguments)
         fixed["cu_seq_k"] = self.dense.starts if self.gathers else None
 
         def attend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None = None
         ) -> AttentionOutput:
+            nonlocal turned
             o, lse = function(query=q, key=k, value=v, **fixed)
-            rows, heads, _ = q.shape
-            if lse.shape[0] == heads and (rows != heads or heads_first(module)):
-                lse = lse.mT
-            return state_of(o, lse, out)
+            if turned is None:  # the first time; a release does it one way or the other
+                rows, heads, _ = q.shape
+                turned = heads_first(module) if rows == heads else lse.shape[0] == heads
+            return state_of(o, lse.mT if turned else lse, out)
 
         return attend
 

@@ -16,6 +16,7 @@ Both are queued and not waited for. Only answers that are right have times.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,8 +37,9 @@ from .wall_timer import sync_of
 
 #: An adapter may add so much to a run.
 AIM_US = 10.0
-#: Calls of a sample: few enough that the queue of the device never fills.
-CALLS = 20
+#: Calls of a sample: few enough that the queue of the device never fills, and that a disturbance of
+#: the machine spoils one sample and not most of them.
+CALLS = 5
 
 #: Points that the device works off faster than they are queued.
 CASES = {
@@ -186,21 +188,28 @@ def compare(
     times: tuple[list[float], list[float]] = ([], [])
     for call in (direct, ours) * 3:
         call()
-    for turn in range(samples):
-        pair = [(0, direct), (1, ours)]
-        for i, call in pair if turn % 2 == 0 else pair[::-1]:
-            sync()
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            times[i].append((time.perf_counter() - start) / CALLS * 1e6)
+    collected = gc.isenabled()
+    gc.collect()
+    gc.disable()  # as timeit does: a collection in the middle is nobody's cost
+    try:
+        for turn in range(samples):
+            pair = [(0, direct), (1, ours)]
+            for i, call in pair if turn % 2 == 0 else pair[::-1]:
+                sync()
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                times[i].append((time.perf_counter() - start) / CALLS * 1e6)
+    finally:
+        if collected:
+            gc.enable()
     sync()
     gaps = [b - a for a, b in zip(*times)]
     return Times.of(times[0]), Times.of(times[1]), Times.of(gaps)
 
 
 def measure(
-    names: Sequence[str], device: torch.device, samples: int = 101, cases: dict[str, Case] = CASES
+    names: Sequence[str], device: torch.device, samples: int = 401, cases: dict[str, Case] = CASES
 ) -> Iterator[dict[str, Any]]:
     """A row for every library that can be asked, and the reasons of those that cannot.
 
@@ -276,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Host time that adapters add to their libraries.")
     parser.add_argument("--json", help="results file")
     parser.add_argument("--backend", action="append", help="name or name:option=value,...")
-    parser.add_argument("--samples", type=int, default=101)
+    parser.add_argument("--samples", type=int, default=401)
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("needs a GPU: on a CPU a run computes while it is called", file=sys.stderr)
