@@ -10,7 +10,6 @@ import torch
 RAGGED = ([100, 333, 64, 1, 200], [100, 333, 64, 1, 200])
 UNEQUAL = ([130, 5, 0, 700, 128, 1], [1000, 3, 50, 650, 0, 129])
 LONG = ([3000, 4097, 1, 2500], [5000, 4097, 1000, 9001])
-EAGER = {"lazy": False}
 SHORT = ([64, 3, 1, 17, 40, 64], [900, 4097, 77, 17, 0, 64])
 
 
@@ -72,14 +71,8 @@ def groups() -> dict[str, list[CheckCase]]:
         "schedule": [
             c("static", LONG, variant={"dynamic": False}),
             c("snake", LONG, variant={"dynamic": False, "snake": True}),
-            c("ping pong", LONG, variant={"ping_pong": True}),
             c("one slot of queries", LONG, variant={"q_stages": 1}),
             c("one slot of queries ragged", variant={"q_stages": 1}),
-            c("one slot, ping pong", LONG, variant={"q_stages": 1, "ping_pong": True}),
-            c("snake, ping pong", LONG,
-              variant={"dynamic": False, "snake": True, "ping_pong": True}),
-            c("mbarriers", LONG, variant={"named_empty": False}),
-            c("mbarriers ragged", variant={"named_empty": False}),
         ],
         "single": [
             c("one consumer", LONG, variant={"consumers": 1, "block_n": 64, "q_stages": 1}),
@@ -176,7 +169,6 @@ def groups() -> dict[str, list[CheckCase]]:
             c("p1 fp16", UNEQUAL, page_size=1, dtype=half),
             c("p1 one consumer", LONG, page_size=1, variant={"consumers": 1, "block_n": 64}),
             c("p1 pack", SHORT, page_size=1, variant={"pack": 4}),
-            c("p5 mbarriers", LONG, page_size=5, variant={"named_empty": False}),
             c("p1 static", LONG, page_size=1, variant={"dynamic": False}),
         ],
         "sinks": [
@@ -199,12 +191,6 @@ def groups() -> dict[str, list[CheckCase]]:
             c("steep d256", LONG, head_dim=256, scale=0.5),
             c("fp16 low", UNEQUAL, dtype=half, logits=-300.0),
             c("fp16 high", UNEQUAL, dtype=half, logits=300.0),
-        ],
-        "eager": [
-            c("eager", variant=EAGER), c("eager steep", LONG, scale=1.0, variant=EAGER),
-            c("eager low", UNEQUAL, logits=-300.0, variant=EAGER),
-            c("eager d64", UNEQUAL, head_dim=64, variant=EAGER),
-            c("eager d256", UNEQUAL, head_dim=256, variant=EAGER),
         ],
         "chosen": [
             c("chosen ragged", forced=False), c("chosen short", SHORT, (32, 8), forced=False),

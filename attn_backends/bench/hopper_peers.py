@@ -29,7 +29,7 @@ def peers(x: PointInputs) -> tuple[dict[str, Call], dict[str, str]]:
     elif not paged:
         wanted["cudnn"] = lambda: _cudnn(x)
     if paged or point.head_dim != point.dv:
-        for kernel in ("fa2", "fa3") if point.head_dim == point.dv == 128 else ("fa2",):
+        for kernel in _flashinfer_kernels(x):
             wanted[f"flashinfer-{kernel}"] = lambda kernel=kernel: _flashinfer(x, kernel)
     for name, make in wanted.items():
         try:
@@ -37,6 +37,13 @@ def peers(x: PointInputs) -> tuple[dict[str, Call], dict[str, str]]:
         except Exception as error:  # a foreign library may raise anything
             absent[name] = f"{type(error).__name__}: {str(error)[:160]}"
     return out, absent
+
+
+def _flashinfer_kernels(x: PointInputs) -> tuple[str, ...]:
+    """Those that may be the fastest; whole prompts take its Hopper kernel half of fa2's time."""
+    if x.point.head_dim != 128 or x.point.dv != 128:
+        return ("fa2",)
+    return ("fa3", "fa2") if x.point.kv_len > x.point.q_len else ("fa3",)
 
 
 def _fa3(x: PointInputs) -> Call:

@@ -112,15 +112,13 @@ def variants(point: Point) -> dict[str, Any]:
     n, stages, q_stages = (64 if dim == 256 else 128), (3 if dim == 64 else 2), int(dim <= 128) + 1
 
     def of(**changes: Any) -> Any:
-        base = {"block_n": n, "stages": stages, "q_stages": q_stages, "lazy": True}
+        base = {"block_n": n, "stages": stages, "q_stages": q_stages}
         return Variant(**{**base, **changes})
 
     dense = point.page_size is None
-    out = {"chosen": chosen, "dyn": of(), "eager": of(lazy=False)}
+    out = {"chosen": chosen, "dyn": of()}
     if point.causal:
         out["snake"] = of(dynamic=False, snake=True)
-    if dense:
-        out["pp"] = of(ping_pong=True)
     if q_stages > 1:
         out["q1"] = of(q_stages=1)
     if point.kv_len > 4096:

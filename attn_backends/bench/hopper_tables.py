@@ -62,6 +62,16 @@ def host(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     ]
 
 
+def counters(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """One row per kernel and point: what the hardware counted."""
+    return [
+        {"point": r["case"]["name"], "kernel": r["backend"],
+         **{name: f"{value:.4g}" for name, value in r["counters"].items()}}
+        for r in rows
+        if r.get("mode") == "counters"
+    ]  # fmt: skip
+
+
 def checks(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     """One row per group of checks: how many passed, and the largest error against its bound."""
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -83,9 +93,9 @@ def parts(results: dict[str, Any]) -> list[list[dict[str, str]]]:
     rows = results.get("rows", [])
     found = [
         aims(results.get("gates", [])), rates(rows), variants(rows), host(rows),
-        checks(results.get("checks", [])),
+        counters(rows), checks(results.get("checks", [])),
     ]  # fmt: skip
     return [table for table in found if table]
 
 
-__all__ = ["aims", "checks", "host", "parts", "rates", "variants"]
+__all__ = ["aims", "checks", "counters", "host", "parts", "rates", "variants"]

@@ -11,7 +11,7 @@ from .hopper_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from .hopper_math import rescale
+from .hopper_math import clear, hold, rescale
 from .hopper_parts import (
     K_EMPTY,
     LAZY_GROWTH,
@@ -19,13 +19,11 @@ from .hopper_parts import (
     LOG2E,
     RING,
     RING_FIELDS,
-    TURN,
     V_EMPTY,
     advance,
     come,
     first_key,
     key_tiles,
-    meet,
     rows_layout,
 )
 
@@ -35,24 +33,6 @@ def _field(shared, index):
     """One announced int."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.sum(shared.ring.index(index).load(layout), 0)
-
-
-@gluon.jit
-def _release_keys(shared, stage, C):
-    """Give a slot of keys back to the producer."""
-    if C.NAMED_EMPTY:
-        come(K_EMPTY + stage, C.SLOT_THREADS)
-    else:
-        mbarrier.arrive(shared.k_empty.index(stage), count=1)
-
-
-@gluon.jit
-def _release_values(shared, stage, C):
-    """Give a slot of values back to the producer."""
-    if C.NAMED_EMPTY:
-        come(V_EMPTY + stage, C.SLOT_THREADS)
-    else:
-        mbarrier.arrive(shared.v_empty.index(stage), count=1)
 
 
 @gluon.jit
@@ -102,17 +82,6 @@ def _key_range(kv_len, pos_first, left, right_end, C):
 
 
 @gluon.jit
-def _sees_nothing(kv_len, pos_first, left, right_end, C):
-    """Whether a row of the tile sees no key: its first one if any, or its last."""
-    nothing = kv_len <= 0
-    if C.HAS_RIGHT:
-        nothing = nothing | (pos_first + right_end <= 0)
-    if C.HAS_LEFT:
-        nothing = nothing | (pos_first + C.TOKENS - 1 - left >= kv_len)
-    return nothing
-
-
-@gluon.jit
 def _mask(s, start, lo_row, hi_row, safe_lo, safe_hi, C):
     """Set the scores of keys outside a row's ``[lo, hi)`` to -inf, if the tile has any."""
     masked = start + C.BLOCK_N > safe_hi
@@ -145,25 +114,48 @@ def _cap(s, softcap_in, softcap_out, C):
 
 
 @gluon.jit
-def _row_sums(p, BLOCK_N: gl.constexpr):
-    """Sums over what each thread holds of a row; the rest of the sum waits until the end."""
-    return gl.sum(gl.reshape(p, [64, BLOCK_N // 8, 8]), 1)  # [64, 8]
+def _row_max(s, C):
+    """Maximum of each row, in eight chains a thread and row: one chain would be all latency."""
+    parts = gl.max(gl.reshape(s, [64, C.BLOCK_N // 32, 4, 8]), 1)
+    return gl.convert_layout(gl.max(gl.max(parts, 1), 1), gl.SliceLayout(1, C.S_LAYOUT))
 
 
 @gluon.jit
-def _softmax(s, m, sums, scale, C):
-    """One step of the online softmax: p, and the new maximum, sum and factor of what was."""
-    m_new = gl.maximum(m, gl.max(s, 1))
-    if C.LAZY:
-        # Any number near the maximum serves; one that stays spares O its factor.
-        m_new = gl.where((m_new - m) * scale > LAZY_GROWTH, m_new, m)
+def _limits(s, m, scale, C):
+    """The maximum that scores are taken relative to, that in log2 units, and O's factor."""
+    m_new = gl.maximum(m, _row_max(s, C))
+    # Any number near the maximum serves; one that stays spares O its factor.
+    m_new = gl.where((m_new - m) * scale > LAZY_GROWTH, m_new, m)
     # A row without any key so far keeps its -inf, but must not subtract it from itself.
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2((m - m_safe) * scale)  # [64]
-    p = gl.exp2(s * scale - (m_safe * scale)[:, None])  # [64, BLOCK_N]
-    sums_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))
-    sums = sums * sums_alpha[:, None] + _row_sums(p, C.BLOCK_N)
-    return p, m_new, sums, alpha
+    return m_new, m_safe * scale, gl.exp2((m - m_safe) * scale)  # [64] each
+
+
+@gluon.jit
+def _halves(s, C):
+    """Left and right half of the columns."""
+    return gl.split(gl.permute(gl.reshape(s, [64, 2, C.BLOCK_N // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def _joined(left, right, C):
+    """Both halves as the operand of the product with V; moves no data."""
+    whole = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [64, C.BLOCK_N])
+    return gl.convert_layout(whole, C.P_LAYOUT)
+
+
+@gluon.jit
+def _row_sums(p):
+    """Sums over what each thread holds of a row; the rest of the sum waits until the end."""
+    return gl.sum(gl.reshape(p, [64, p.shape[1] // 8, 8]), 1)  # [64, 8]
+
+
+@gluon.jit
+def _weights(s, limit, sums, scale):
+    """Probabilities of half of the keys, and the sums with them."""
+    limit = gl.convert_layout(limit, gl.SliceLayout(1, s.type.layout))
+    p = gl.exp2(s * scale - limit[:, None])  # [64, BLOCK_N / 2]
+    return p, sums + gl.convert_layout(_row_sums(p), sums.type.layout)
 
 
 @gluon.jit
@@ -194,21 +186,23 @@ def _attend(
     """Softmax over the key tiles ``[low, end)`` of one query tile, from the last to the first."""
     V_DTYPE: gl.constexpr = shared.v.dtype
     lo_row, hi_row = _key_range(kv_len, pos_first, left, right_end, C)
-    none = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
-    sums = _row_sums(none, C.BLOCK_N)
+    sums = _row_sums(gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT))
 
     q_slot = q_stage * C.CONSUMERS + wg
     tile = end - 1
     mbarrier.wait(shared.k_full.index(k_stage), k_phase)
     _see_copies(C)
     s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, q_slot, k_stage, C),))
-    _release_keys(shared, k_stage, C)
+    come(K_EMPTY + k_stage, C.SLOT_THREADS)
     _release_queries(shared, q_stage, tile == low, C)
     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
     s = _cap(s, softcap_in, softcap_out, C)
     s = _mask(s, tile * C.BLOCK_N, lo_row, hi_row, safe_lo, safe_hi, C)
-    p, m, sums, alpha = _softmax(s, m, sums, scale, C)
-    p = gl.convert_layout(p.to(V_DTYPE), C.P_LAYOUT)
+    m, limit, alpha = _limits(s, m, scale, C)
+    left_s, right_s = _halves(s, C)
+    left_p, sums = _weights(left_s, limit, sums, scale)
+    right_p, sums = _weights(right_s, limit, sums, scale)
+    p = _joined(left_p.to(V_DTYPE), right_p.to(V_DTYPE), C)
     if not C.GATHER:  # which copies zeros there
         if end * C.BLOCK_N > kv_len:
             mbarrier.wait(shared.v_full.index(v_stage), v_phase)
@@ -217,35 +211,33 @@ def _attend(
 
     while tile > low:
         tile -= 1
-        if C.PING_PONG:
-            meet(TURN + wg, 256)
         _see_copies(C)
         s_token = _issue_scores(shared, q_slot, k_stage, C)
         mbarrier.wait(shared.v_full.index(v_stage), v_phase)
         _see_copies(C)
         v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
         o_token = warpgroup_mma(p, v, acc, is_async=True)
-        if C.PING_PONG:
-            come(TURN + 1 - wg, 256)
         s = warpgroup_mma_wait(1, deps=(s_token,))
-        _release_keys(shared, k_stage, C)
+        come(K_EMPTY + k_stage, C.SLOT_THREADS)
         _release_queries(shared, q_stage, tile == low, C)
         k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
         s = _cap(s, softcap_in, softcap_out, C)
         s = _mask(s, tile * C.BLOCK_N, lo_row, hi_row, safe_lo, safe_hi, C)
-        p_next, m, sums, alpha = _softmax(s, m, sums, scale, C)
-        p_next = p_next.to(V_DTYPE)
-        # This branch keeps the wait below it.
+        m, limit, alpha = _limits(s, m, scale, C)
+        left_s, right_s = _halves(s, C)
+        sums *= gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout))[:, None]
+        left_p, sums = _weights(left_s, limit, sums, scale)
+        hold(sums)
+        # The branch of this wait keeps the one for the output below it. By now that is there, and
+        # its operand may be overwritten: conversions go between the other exponentials.
         mbarrier.wait(shared.k_full.index(k_stage), k_phase, pred=tile > low)
         acc = warpgroup_mma_wait(0, deps=(o_token,))
-        _release_values(shared, v_stage, C)
+        come(V_EMPTY + v_stage, C.SLOT_THREADS)
         v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
         o_alpha = gl.convert_layout(alpha, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
-        if C.LAZY:
-            acc = rescale(acc, o_alpha, C.DV // 2)
-        else:
-            acc = acc * o_alpha
-        p = gl.convert_layout(p_next, C.P_LAYOUT)
+        acc = rescale(acc, o_alpha, C.DV // 2)
+        right_p, sums = _weights(right_s, limit, sums, scale)
+        p = _joined(left_p.to(V_DTYPE), right_p.to(V_DTYPE), C)
 
     if C.Q_STAGES > 1:
         mbarrier.arrive(shared.q_empty.index(q_stage), count=1)
@@ -260,7 +252,7 @@ def _attend(
                 )  # fmt: skip
     v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
     acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(p, v, acc, is_async=True),))
-    _release_values(shared, v_stage, C)
+    come(V_EMPTY + v_stage, C.SLOT_THREADS)
     v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
     total = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, C.S_LAYOUT))
     return acc, m, total, k_stage, k_phase, v_stage, v_phase
@@ -320,9 +312,6 @@ def consume(
     softcap_out, stride_ot, stride_oh, stride_lt, stride_lh, left, right_end, group,
 ):  # fmt: skip
     """A consumer warpgroup: 64 rows of every tile that the producer announces."""
-    if C.PING_PONG:
-        if wg == 1:
-            come(TURN, 256)
     ring = 0
     ring_phase = 0
     q_stage = 0
@@ -374,12 +363,10 @@ def consume(
         inverse = gl.where(seen, 1.0 / total, 0.0)
         if C.HAS_SINKS:
             lse, inverse = _with_sinks(m, total, seen, sinks_ptr, head, group, lse_scale, C)
-        o_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
-        o = acc * o_inverse
-        if _sees_nothing(kv_len, pos_first, left, right_end, C):
-            # Rows without a key; 0 times what others of the tile saw may be NaN.
-            o_seen = gl.convert_layout(seen, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
-            o = gl.where(o_seen, o, 0.0)
+        o = acc * gl.convert_layout(inverse, gl.SliceLayout(1, C.O_LAYOUT))[:, None]
+        # Rows without a key: 0 times what others of the tile saw may be NaN.
+        keep = gl.convert_layout(gl.where(seen, 1.0, 0.0), gl.SliceLayout(1, C.O_LAYOUT))
+        o = clear(o, keep[:, None], C.DV // 2)
         o = o.to(o_ptr.dtype.element_ty)
 
         base = ring * RING_FIELDS

@@ -8,11 +8,14 @@ scores, c the scale in log2 units, and keys visited from the last tile to the fi
     m' = max(m, rowmax s);  p = exp2(c s - c m');  a = exp2(c m - c m')
     l = a l + rowsum p;     o = a o + p v;         lse = c m ln 2 + ln l
 
-The product of P and V of one step runs on the tensor cores while the next step's exponentials run
-beside it. What keeps ptxas from hoisting the wait above the exponentials is the branch of the wait
-for the next key tile: do not move it. Masks sit behind a run-time branch, so that one loop serves
-tiles with and without them. Values past the last key are zeroed in shared memory, since a
-probability of 0 times NaN is NaN.
+The product of P and V of one step runs on the tensor cores while the next step's softmax runs
+beside it. What keeps ptxas from hoisting the wait for it above the exponentials is the branch of
+the wait for the next key tile, in their middle: do not move it. What limits the speed is how long
+the softmax of a tile takes one warpgroup, since two of them hide each other's only in part: so
+maxima are taken in many chains, and sums and conversions stand between exponentials.
+
+Masks sit behind a run-time branch, so that one loop serves tiles with and without them. Values past
+the last key are zeroed in shared memory, since a probability of 0 times NaN is NaN.
 """
 
 # No `from __future__ import annotations`: Triton reads the types of the strides as objects.
@@ -44,12 +47,11 @@ def _hopper_prefill_kernel(
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHER: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
-    PING_PONG: gl.constexpr, NAMED_EMPTY: gl.constexpr, LAZY: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     C = Config(
         D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, PING_PONG, NAMED_EMPTY, LAZY,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, PACK, D], dtype)
@@ -76,8 +78,6 @@ def _hopper_prefill_kernel(
         gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [RING, 1], bar_layout),
         gl.allocate_shared_memory(gl.int64, [RING, 1], bar_layout),
     )  # fmt: skip
@@ -88,9 +88,7 @@ def _hopper_prefill_kernel(
         mbarrier.init(shared.q_empty.index(i), CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(shared.k_full.index(i), FULL)
-        mbarrier.init(shared.k_empty.index(i), CONSUMERS)
         mbarrier.init(shared.v_full.index(i), FULL)
-        mbarrier.init(shared.v_empty.index(i), CONSUMERS)
     for i in gl.static_range(RING):
         mbarrier.init(shared.ring_full.index(i), 1)
         mbarrier.init(shared.ring_empty.index(i), CONSUMERS)

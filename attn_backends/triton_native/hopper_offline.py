@@ -1,9 +1,10 @@
 """Compile the Hopper prefill without a GPU, and read from the machine code whether it is sound.
 
 ``python -m attn_backends.triton_native.hopper_offline d128 d256-p16`` prints one line of JSON per
-configuration. What is read: registers and spills (local memory), and how many exponentials stand
-between the wait for the scores and the wait for the output. If ptxas moved that second wait up,
-the count is 0, the results are the same, and a third of the speed is gone.
+configuration. What is read: registers and spills (local memory), and how many exponentials and
+additions stand between the wait for the scores and the wait for the output. If ptxas moved that
+second wait up, or the additions behind it, the results are the same, and a part of the speed is
+gone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -62,6 +63,7 @@ class OfflineReport:
         local: Instructions that touch local memory, that is spills.
         hot_local: Those of them inside the loop over keys; None without a disassembler.
         overlap: Per consumer, exponentials between the two waits of the loop; None likewise.
+        sums: Per consumer, additions there; None likewise.
         serialized: Whether ptxas warned that it serialized the tensor cores.
         direct: Whether the driver can be handed its arguments, as ``hopper_launch`` does.
     """
@@ -71,6 +73,7 @@ class OfflineReport:
     local: int | None
     hot_local: int | None
     overlap: tuple[int, ...] | None
+    sums: tuple[int, ...] | None
     serialized: bool
     direct: bool
 
@@ -103,7 +106,6 @@ CASES = {
     "d64-single": _case(64, {"consumers": 1, "stages": 2}),
     "d128-single": _case(128, _SINGLE),
     "d192-single": _case(192, _SINGLE, head_dim_v=128),
-    "d128-eager": _case(128, {"lazy": False}),
 }
 
 
@@ -171,7 +173,8 @@ def _tool(name: str) -> Path | None:
 def inspect(compiled: Any) -> OfflineReport:
     """Read registers, spills and overlap of a compiled kernel."""
     disassembler = _tool("cuobjdump")
-    registers, serialized, local, hot, overlap = 0, False, None, None, None
+    registers, serialized = 0, False
+    seen: SassReport | None = None
     with tempfile.TemporaryDirectory() as folder:
         cubin, source = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
         cubin.write_bytes(compiled.asm["cubin"])
@@ -191,12 +194,11 @@ def inspect(compiled: Any) -> OfflineReport:
             sass = subprocess.run(
                 [disassembler, "-sass", cubin], capture_output=True, text=True, check=True
             ).stdout
-            local, hot, overlap = read_sass(sass)
+            seen = read_sass(sass)
     known = ptx_parameters(compiled.asm["ptx"])
     direct = formats_of(compiled.src.signature, known) is not None
-    return OfflineReport(
-        registers, compiled.metadata.shared, local, hot, overlap, serialized, direct
-    )
+    found = (None,) * 4 if seen is None else seen
+    return OfflineReport(registers, compiled.metadata.shared, *found, serialized, direct)
 
 
 def ptx_parameters(ptx: str) -> list[tuple[int, int]]:
@@ -212,10 +214,20 @@ def ptx_parameters(ptx: str) -> list[tuple[int, int]]:
     return found
 
 
-def read_sass(sass: str) -> tuple[int, int, tuple[int, ...]]:
-    """Local memory instructions, those in the loops, and exponentials between the loops' waits."""
-    local = hot = exponentials = inside = 0
+class SassReport(NamedTuple):
+    """Local memory instructions, those in the loops, and what stands between the loops' waits."""
+
+    local: int
+    hot_local: int
+    overlap: tuple[int, ...]
+    sums: tuple[int, ...]
+
+
+def read_sass(sass: str) -> SassReport:
+    """Read the machine code of a kernel."""
+    local = hot = exponentials = additions = inside = 0
     overlap: list[int] = []
+    sums: list[int] = []
     waiting = False
     for line in sass.splitlines():
         found = re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line)
@@ -225,15 +237,17 @@ def read_sass(sass: str) -> tuple[int, int, tuple[int, ...]]:
         if name.startswith("WARPGROUP.DEPBAR"):
             if waiting:
                 overlap.append(exponentials)
+                sums.append(additions)
                 hot += inside
             # A wait that leaves one product running is the loop's wait for the scores.
             waiting = "0x1" in found[2]
-            exponentials = inside = 0
+            exponentials = additions = inside = 0
         exponentials += name.startswith("MUFU.EX2")
+        additions += name.startswith("FADD")
         spill = name.startswith(("LDL", "STL"))
         local += spill
         inside += spill
-    return local, hot, tuple(overlap)
+    return SassReport(local, hot, tuple(overlap), tuple(sums))
 
 
 def main(names: list[str]) -> int:
@@ -244,7 +258,15 @@ def main(names: list[str]) -> int:
     return 0
 
 
-__all__ = ["CASES", "OfflineCase", "OfflineReport", "compile_case", "inspect", "read_sass"]
+__all__ = [
+    "CASES",
+    "OfflineCase",
+    "OfflineReport",
+    "SassReport",
+    "compile_case",
+    "inspect",
+    "read_sass",
+]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

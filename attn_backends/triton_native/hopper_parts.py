@@ -7,7 +7,8 @@ WORK_HEADER = gl.constexpr(8)  # ints before the first entry of the work list
 WORK_FIELDS = gl.constexpr(8)  # ints per entry
 RING = gl.constexpr(2)  # tiles the producer may announce ahead
 RING_FIELDS = gl.constexpr(8)
-#: Probabilities stay below 2 to this power, far from overflow even in float16.
+#: A maximum is kept until it is exceeded by this in log2 units; probabilities stay below 2 to
+#: this power, far from overflow even in float16.
 LAZY_GROWTH = gl.constexpr(8.0)
 # In which order tiles are taken; 0 is in fixed turns.
 FORTH_AND_BACK = gl.constexpr(1)
@@ -15,7 +16,6 @@ HANDED_OUT = gl.constexpr(2)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 # Named barriers; Triton itself takes the low ones.
-TURN = gl.constexpr(6)
 K_EMPTY = gl.constexpr(8)
 V_EMPTY = gl.constexpr(12)
 
@@ -61,9 +61,6 @@ class Config:
     HAS_RIGHT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
     HAS_SINKS: gl.constexpr
-    PING_PONG: gl.constexpr
-    NAMED_EMPTY: gl.constexpr
-    LAZY: gl.constexpr  # a maximum is kept until it is exceeded by a factor of 2^LAZY_GROWTH
     TOKENS: gl.constexpr  # query tokens per consumer warpgroup
     PRODUCER_WARPS: gl.constexpr
     SLOT_THREADS: gl.constexpr  # threads that meet where a slot is given back
@@ -74,7 +71,7 @@ class Config:
     @gluon.constexpr_function
     def __init__(
         self, D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, PING_PONG, NAMED_EMPTY, LAZY,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.D1 = gl.constexpr(D1)
@@ -90,9 +87,6 @@ class Config:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
-        self.PING_PONG = gl.constexpr(PING_PONG)
-        self.NAMED_EMPTY = gl.constexpr(NAMED_EMPTY)
-        self.LAZY = gl.constexpr(LAZY)
         self.TOKENS = gl.constexpr(64 // PACK)
         producer_warps = 4 if GATHER else 1
         self.PRODUCER_WARPS = gl.constexpr(producer_warps)
@@ -116,16 +110,13 @@ class Shared:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
-    k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
     ring_full: gl.shared_memory_descriptor
     ring_empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(
-        self, q, q1, k, k1, v, ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-        ring_full, ring_empty,
+        self, q, q1, k, k1, v, ring, q_full, q_empty, k_full, v_full, ring_full, ring_empty,
     ):  # fmt: skip
         self.q = q
         self.q1 = q1
@@ -136,9 +127,7 @@ class Shared:
         self.q_full = q_full
         self.q_empty = q_empty
         self.k_full = k_full
-        self.k_empty = k_empty
         self.v_full = v_full
-        self.v_empty = v_empty
         self.ring_full = ring_full
         self.ring_empty = ring_empty
 
@@ -203,7 +192,6 @@ __all__ = [
     "RING",
     "RING_FIELDS",
     "Shared",
-    "TURN",
     "V_EMPTY",
     "WORK_FIELDS",
     "WORK_HEADER",

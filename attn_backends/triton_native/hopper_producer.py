@@ -123,53 +123,30 @@ def _load_values(
 
 
 @gluon.jit
-def _announce(shared, slot, phase, first, rows, kv_len, pos0, head, C):
-    """Tell the consumers which tile comes next; ``rows`` of -1 ends their work."""
+def _put(shared, index, value, C):
+    """Write one int for the consumers, and for this producer itself."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [C.PRODUCER_WARPS], [0])
-    mbarrier.wait(shared.ring_empty.index(slot), phase ^ 1)
-    base = slot * RING_FIELDS
-    shared.ring.index(base).store(gl.full([1], first, gl.int32, layout))
-    shared.ring.index(base + 1).store(gl.full([1], rows, gl.int32, layout))
-    shared.ring.index(base + 2).store(gl.full([1], kv_len, gl.int32, layout))
-    shared.ring.index(base + 3).store(gl.full([1], pos0, gl.int32, layout))
-    shared.ring.index(base + 4).store(gl.full([1], head, gl.int32, layout))
-    mbarrier.arrive(shared.ring_full.index(slot), count=1)
+    shared.ring.index(index).store(gl.full([1], value, gl.int32, layout))
 
 
 @gluon.jit
-def _draw(work_ptr, order):
-    """The next ticket for a tile, if tiles are handed out."""
-    ticket = 0
-    if order == HANDED_OUT:
-        ticket = gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
-    return ticket
+def _get(shared, index, C):
+    """Read it again."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [C.PRODUCER_WARPS], [0])
+    return gl.sum(shared.ring.index(index).load(layout), 0)
 
 
 @gluon.jit
-def produce(
-    C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, num_rows, left, right_end,
-    heads, group, head_group, order, stride_kp, stride_ks, stride_kh,
-    stride_vp, stride_vs, stride_vh,
-):  # fmt: skip
-    """The producer: announce each tile, and keep its slots filled."""
-    Q_BYTES: gl.constexpr = 64 * C.CONSUMERS * (C.D + C.D1) * q.dtype.primitive_bitwidth // 8
+def _announce(shared, slot, phase, work, work_ptr, num_rows, heads, head_group, C):
+    """Look a tile up and tell the consumers; ``rows`` of -1 ends their work."""
     entries = gl.load(work_ptr)
-    total = entries * heads
-    programs = gl.num_programs(0)
-    work = gl.program_id(0)
-    turn = 0
-    ring = 0
-    ring_phase = 0
-    q_stage = 0
-    q_phase = 0
-    k_stage = 0
-    k_phase = 0
-    k_used = 0
-    v_stage = 0
-    v_phase = 0
-    v_used = 0
-    ticket = 0
-    while work < total:
+    first = 0
+    rows = -1
+    kv_len = 0
+    pos0 = 0
+    head = 0
+    key_start = 0
+    if work < entries * heads:
         per_group = entries * head_group
         section = work // per_group
         rest = work - section * per_group
@@ -182,8 +159,63 @@ def produce(
         kv_len = gl.load(at + 2)
         pos0 = gl.load(at + 3)
         key_start = gl.load(at + 4)
-        _announce(shared, ring, ring_phase, first, rows, kv_len, pos0, head, C)
+    mbarrier.wait(shared.ring_empty.index(slot), phase ^ 1)
+    base = slot * RING_FIELDS
+    _put(shared, base, first, C)
+    _put(shared, base + 1, rows, C)
+    _put(shared, base + 2, kv_len, C)
+    _put(shared, base + 3, pos0, C)
+    _put(shared, base + 4, head, C)
+    _put(shared, base + 5, key_start, C)
+    mbarrier.arrive(shared.ring_full.index(slot), count=1)
+
+
+@gluon.jit
+def _draw(work_ptr, heads, turn, order):
+    """The number of the tile to be taken after ``turn`` others, if there are so many."""
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    work = turn * programs + place
+    if order == HANDED_OUT:
+        ticket = gl.atomic_add(work_ptr + 1, 1, sem="relaxed")
+        # Every ticket up to the number of tiles is drawn once; the last puts the counter back.
+        if ticket == gl.load(work_ptr) * heads - 1:
+            gl.store(work_ptr + 1, 0)
+        work = programs + ticket
+    elif order == FORTH_AND_BACK:
+        if turn % 2 == 1:
+            work = turn * programs + programs - 1 - place
+    return work
+
+
+@gluon.jit
+def produce(
+    C, shared, q, q1, k, k1, v, work_ptr, table_ptr, stride_table, num_rows, left, right_end,
+    heads, group, head_group, order, stride_kp, stride_ks, stride_kh,
+    stride_vp, stride_vs, stride_vh,
+):  # fmt: skip
+    """The producer: announce each tile ahead, and keep its slots filled."""
+    Q_BYTES: gl.constexpr = 64 * C.CONSUMERS * (C.D + C.D1) * q.dtype.primitive_bitwidth // 8
+    turn = 0
+    ring = 0
+    ring_phase = 0
+    q_stage = 0
+    q_phase = 0
+    k_stage = 0
+    k_used = 0
+    v_stage = 0
+    v_used = 0
+    _announce(shared, 0, 0, gl.program_id(0), work_ptr, num_rows, heads, head_group, C)
+    rows = _get(shared, 1, C)
+    while rows >= 0:
+        base = ring * RING_FIELDS
+        first = _get(shared, base, C)
+        kv_len = _get(shared, base + 2, C)
+        pos0 = _get(shared, base + 3, C)
+        head = _get(shared, base + 4, C)
+        key_start = _get(shared, base + 5, C)
         ring, ring_phase = advance(ring, ring_phase, RING)
+        turn += 1
         low, end = key_tiles(kv_len, pos0, rows, left, right_end, C)
         if end > low:
             kv_head = head
@@ -210,47 +242,34 @@ def produce(
             # Keys run one tile ahead of values, as the consumers want them.
             while tile >= low - 1:
                 if tile >= low:
-                    if C.NAMED_EMPTY:
-                        if k_used >= C.STAGES:
-                            meet(K_EMPTY + k_stage, C.SLOT_THREADS)
-                        k_used += 1
-                    else:
-                        mbarrier.wait(shared.k_empty.index(k_stage), k_phase ^ 1)
+                    if k_used >= C.STAGES:
+                        meet(K_EMPTY + k_stage, C.SLOT_THREADS)
+                    k_used += 1
                     _load_keys(
                         shared, k, k1, k_stage, tile, key_start, kv_head, table, seen_from, kv_len,
                         stride_kp, stride_ks, stride_kh, C,
                     )  # fmt: skip
-                    k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
+                    k_stage, _ = advance(k_stage, 0, C.STAGES)
                 if tile < end - 1:
-                    if C.NAMED_EMPTY:
-                        if v_used >= C.STAGES:
-                            meet(V_EMPTY + v_stage, C.SLOT_THREADS)
-                        v_used += 1
-                    else:
-                        mbarrier.wait(shared.v_empty.index(v_stage), v_phase ^ 1)
+                    if v_used >= C.STAGES:
+                        meet(V_EMPTY + v_stage, C.SLOT_THREADS)
+                    v_used += 1
                     _load_values(
                         shared, v, v_stage, tile + 1, key_start, kv_head, table, seen_from, kv_len,
                         stride_vp, stride_vs, stride_vh, C,
                     )  # fmt: skip
-                    v_stage, v_phase = advance(v_stage, v_phase, C.STAGES)
+                    v_stage, _ = advance(v_stage, 0, C.STAGES)
                 if tile == end - 2:
-                    # The first slots are filled: nobody waits for the round trip of the ticket.
-                    ticket = _draw(work_ptr, order)
+                    # The first slots are filled, so nobody waits for what the next tile is.
+                    work = _draw(work_ptr, heads, turn, order)
+                    _announce(
+                        shared, ring, ring_phase, work, work_ptr, num_rows, heads, head_group, C
+                    )  # fmt: skip
                 tile -= 1
         else:
-            ticket = _draw(work_ptr, order)
-        if order == HANDED_OUT:
-            # Every ticket up to the number of tiles is drawn once; the last puts the counter back.
-            if ticket == total - 1:
-                gl.store(work_ptr + 1, 0)
-            work = programs + ticket
-        else:
-            turn += 1
-            offset = gl.program_id(0)
-            if (order == FORTH_AND_BACK) & (turn % 2 == 1):
-                offset = programs - 1 - offset
-            work = turn * programs + offset
-    _announce(shared, ring, ring_phase, 0, -1, 0, 0, 0, C)
+            work = _draw(work_ptr, heads, turn, order)
+            _announce(shared, ring, ring_phase, work, work_ptr, num_rows, heads, head_group, C)
+        rows = _get(shared, ring * RING_FIELDS + 1, C)
 
 
 __all__ = ["produce"]

@@ -27,9 +27,6 @@ class Variant:
         dynamic: Tiles are handed out by a counter instead of in fixed turns.
         snake: In fixed turns, every second turn runs backwards.
         head_group: Heads that finish together; 0 is all. Fewer share K and V in the L2 cache.
-        ping_pong: The two consumers issue to the tensor cores in turn.
-        named_empty: Slots are given back through named barriers instead of mbarriers.
-        lazy: Keep a row's maximum until it is exceeded by far, and do not rescale until then.
     """
 
     block_n: int = 128
@@ -40,9 +37,6 @@ class Variant:
     dynamic: bool = True
     snake: bool = False
     head_group: int = 0
-    ping_pong: bool = False
-    named_empty: bool = True
-    lazy: bool = False
 
     @property
     def tile(self) -> int:
@@ -91,7 +85,6 @@ def base_variant(head_dim: int) -> Variant:
         block_n=64 if head_dim == 256 else 128,
         stages=3 if head_dim == 64 else 2,
         q_stages=2 if head_dim <= 128 else 1,
-        lazy=True,
     )
 
 
@@ -207,9 +200,6 @@ def compile_arguments(
         "HAS_RIGHT": right is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": sinks,
-        "PING_PONG": variant.ping_pong and variant.consumers == 2,
-        "NAMED_EMPTY": variant.named_empty,
-        "LAZY": variant.lazy,
         "CONSUMER_REGS": consumer,
         "PRODUCER_REGS": producer,
     }

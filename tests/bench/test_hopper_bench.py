@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attn_backends.bench import hopper_gates, hopper_tables
+from attn_backends.bench import hopper_counters, hopper_gates, hopper_tables
 from attn_backends.bench.hopper_points import ALL_SETS, PROCESSES, Point, points, variants
 
 POINTS = [point for name in ALL_SETS for point in points(name)]
@@ -90,3 +90,20 @@ def test_pages_show_aims_rates_and_host_times():
         {"variant": "chosen", "causal 1x2": "500"}, {"variant": "lazy", "causal 1x2": "510"}
     ]  # fmt: skip
     assert host == [{"batch": "host p0", "call": "run", "host, us": "11.3"}]
+
+
+def test_counters_are_read_in_the_units_that_their_names_say():
+    heads = ["ID", "Kernel Name", *hopper_counters.COUNTERS.values()]
+    units = ["", "", "ns", "", "%", "%", "inst", "%", "%", "", ""]
+    values = ["0", "k", "3,087,072", "5,071,336", "81.64", "34.5", "916,686,604", "89.2", "7.8",
+              "2.24", "3.23"]  # fmt: skip
+    lines = ["==PROF== Connected", "launch:|causal 1x2|chosen"]
+    lines += [",".join(f'"{x}"' for x in row) for row in (heads, units, values)]
+    (row,) = hopper_counters.read("\n".join(lines))
+    found = row["counters"]
+    assert found["us"] == 3087.072 and found["million cycles"] == 5.071
+    assert found["million instructions"] == 916.687 and found["tensor cores busy, %"] == 81.64
+    (shown,) = hopper_tables.parts({"rows": [row]})
+    assert shown[0]["point"] == "causal 1x2" and shown[0]["million cycles"] == "5.071"
+    with pytest.raises(AssertionError, match="0 launches"):
+        hopper_counters.read("\n".join(lines[2:]))
