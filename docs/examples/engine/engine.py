@@ -169,8 +169,8 @@ class Engine:
 class CapturedDecode:
     """One decode step as a CUDA graph, for at most ``size`` requests.
 
-    All that it reads has a fixed place: inputs here, lengths and pages in the plan. Rows beyond the
-    batch write nowhere (slot -1) and see no keys.
+    All that it reads is kept, and has a fixed place: inputs and rows here, lengths and pages in the
+    plan. Rows beyond the batch write nowhere (slot -1) and see no keys.
     """
 
     def __init__(self, engine: Engine, size: int, batch: ab.Batch) -> None:
@@ -178,9 +178,9 @@ class CapturedDecode:
         self.inputs = torch.tensor([[0], [0], [-1]], device=model.device).repeat(1, size)
         backend, pages = engine.select("decode"), -(-engine.max_len // page_size)
         self.plan = backend.plan(batch, ab.Capacity(size, size, 1, pages * page_size, pages))
-        rows = torch.arange(size, device=model.device)
+        self.rows = torch.arange(size, device=model.device)
         attend: Attend = lambda q, k, v: backend.run(q, k, v, self.plan).o  # noqa: E731
-        compute = lambda: model.forward(*self.inputs, rows, attend).argmax(-1)  # noqa: E731
+        compute = lambda: model.forward(*self.inputs, self.rows, attend).argmax(-1)  # noqa: E731
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile and allocate before the capture
