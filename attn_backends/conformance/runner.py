@@ -231,8 +231,14 @@ def _examine_some(arguments: tuple[Any, ...], indices: range) -> list[tuple[int,
 def _examine_parallel(
     arguments: tuple[Any, ...], count: int, jobs: int
 ) -> Iterator[tuple[int, Row]]:
-    """Rows as they are done. Processes are spawned: a forked one could not use CUDA."""
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    """Rows as they are done. Processes are spawned: a forked one could not use CUDA.
+
+    They share the processor: what is expected is computed there, and with all threads in each
+    process they would mostly wait for one another.
+    """
+    threads = max(1, torch.get_num_threads() // jobs)
+    context = get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (threads,)) as pool:
         chunks = [range(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]
         for future in as_completed([pool.submit(_examine_some, arguments, c) for c in chunks]):
             yield from future.result()
