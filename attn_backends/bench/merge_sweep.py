@@ -1,8 +1,7 @@
 """Launch shapes of our merge kernels against each other and FlashInfer's: a part of ``merge``.
 
-Words in names: ``spec`` loads vectors before the weights are known, ``skip`` afterwards and only
-those of weight above 0, with ``ahead`` after LSEs were brought to L2; ``pdl`` lets a kernel start
-while the one ahead still runs, and ``fetch`` lets it bring its inputs to L2 meanwhile.
+Words in names: ``pdl`` lets a kernel start while the one ahead still runs, ``fetch`` lets it bring
+to L2 meanwhile what the LSEs call for, ``ahead`` brings LSEs there for later blocks.
 """
 
 from __future__ import annotations
@@ -17,46 +16,43 @@ from .merge import DTYPES, Case, Maker, make_states, oracle
 from .merge_peers import PEERS, PairInputs, flashinfer_states
 from .runner import Call
 
-ALWAYS, NEVER = 1 << 62, -1
+ALWAYS = 1 << 62
 
 
 def cuda_name(shape: cuda_merge.Tuning, size: int) -> str:
     """What the sweep calls a shape for outputs of ``size`` bytes."""
-    small = size <= shape.small_limit
-    name = f"cuda[{shape.pair_threads(size)}x{shape.unroll} {'spec' if small else 'skip'}"
-    name += " ahead" * (shape.ahead and not small)
+    name = f"cuda[{shape.pair_threads(size)}x{shape.unroll}" + " ahead" * shape.ahead
     return name + " pdl" * shape.pdl + " fetch" * (shape.pdl and shape.fetch) + "]"
 
 
 def triton_name(shape: triton_merge.Tuning, size: int) -> str:
     """The same of a Triton shape."""
-    spec, shape = size <= shape.small_limit, shape.pair(size)
-    name = f"triton[{shape.warps} warps x{shape.vectors} {'spec' if spec else 'skip'}"
-    fetch = shape.pdl and spec and size <= shape.fetch_limit
-    return name + " pdl" * shape.pdl + " fetch" * fetch + "]"
+    shape = shape.pair(size)
+    name = f"triton[{shape.warps} warps x{shape.vectors}" + " pdl" * shape.pdl
+    return name + " fetch" * (shape.pdl and shape.fetch) + "]"
 
 
 def _cuda_pairs() -> list[cuda_merge.Tuning]:
-    spec = cuda_merge.Tuning(small_limit=ALWAYS, large_from=ALWAYS, ahead=False)
     found = []
     for threads in (128, 256, 512):
-        one = spec._replace(threads=threads)
-        skip = one._replace(small_limit=NEVER)
-        found += [one, one._replace(fetch=False), one._replace(pdl=False)]
-        found += [skip, skip._replace(ahead=True)]
-    return [*found, spec._replace(unroll=2)]
+        one = cuda_merge.Tuning(threads, large_from=ALWAYS)
+        found += [one, one._replace(fetch=False), one._replace(ahead=False)]
+        found += [one._replace(pdl=False), one._replace(unroll=2)]
+    return found
 
 
 def _cuda_many(states: int) -> dict[str, cuda_merge.Tuning]:
     found = {}
     for threads in (64, 128, 256):
-        for spec in (True, False):
-            name = f"cuda[{threads} {'spec' if spec else 'skip'}"
-            shape = cuda_merge.Tuning(threads, 1, ALWAYS if spec else NEVER, fetch=spec)
+        for fetch in (True, False):
+            name, shape = (
+                f"cuda[{threads}{' fetch' * fetch}",
+                cuda_merge.Tuning(threads, fetch=fetch),
+            )
             if states <= cuda_merge.MOST_BATCH:
                 found[name + "]"] = shape
                 continue
-            for split in (4, 8, 16):  # half of them for few states
+            for split in (1, 2, 4, 8):
                 found[f"{name} split{split}]"] = shape._replace(split=split, split_limit=ALWAYS)
     return found
 
@@ -64,12 +60,9 @@ def _cuda_many(states: int) -> dict[str, cuda_merge.Tuning]:
 def _triton_pairs() -> list[triton_merge.Tuning]:
     found = []
     for warps, vectors in ((2, 1), (4, 1), (4, 2), (8, 1)):
-        shape = triton_merge.Tuning(warps, vectors, large_from=ALWAYS)
-        found += [
-            shape._replace(fetch_limit=ALWAYS), shape._replace(fetch_limit=NEVER),
-            shape._replace(small_limit=NEVER),
-        ]  # fmt: skip
-    return [*found, triton_merge.Tuning(pdl=False, large_from=ALWAYS)]
+        shape = triton_merge.Tuning(warps, vectors, large_sizes=(0, 0))
+        found += [shape, shape._replace(fetch=False), shape._replace(pdl=False)]
+    return found
 
 
 def shipped_pair(size: int) -> dict[str, str]:

@@ -26,35 +26,29 @@ class Tuning(NamedTuple):
 
     Attributes:
         threads: Aimed at per block; rows of odd widths take what wastes fewer.
-        large_threads: The same for a two-way merge of an output of more than ``large_from`` bytes,
-            up to ``small_limit``.
-        large_from: See there.
         unroll: Rows of which a thread of a two-way merge loads vectors at once.
-        small_limit: Most bytes of an output for which vectors are loaded before the weights are
-            known; beyond, an output of weight 0 is not read.
-        split: Groups of threads that share the states of a row in an n-way merge of few rows, if
-            there are so many states; for fewer, half of them.
+        split: Most groups of threads that share the states of a row in an n-way merge of few rows.
         split_limit: Most bytes of an output for which they do.
         pdl: Let a kernel start while the one ahead of it still runs, where the device can.
-        fetch: Have a kernel bring what it will read to L2 while it waits for the one ahead; of many
-            states only if they are ``small_limit`` bytes together.
-        ahead: Have a two-way merge of large outputs bring LSEs to L2 that later blocks will read.
+        large_threads: The same for a two-way merge of more than ``large_from`` bytes of output.
+        large_from: See there.
+        fetch: Have a kernel bring what it will read to L2 while it waits for the one ahead.
+        ahead: Have a two-way merge bring LSEs to L2 that later blocks will read.
     """
 
     threads: int = 128
     unroll: int = 1
-    small_limit: int = 1 << 24
     split: int = 8
     split_limit: int = 1 << 20
     pdl: bool = True
     large_threads: int = 256
-    large_from: int = 1 << 22
-    fetch: int = 1
+    large_from: int = 1 << 20
+    fetch: bool = True
     ahead: bool = True
 
     def pair_threads(self, size: int) -> int:
         """Threads aimed at for a two-way merge of an output of ``size`` bytes."""
-        return self.large_threads if self.large_from < size <= self.small_limit else self.threads
+        return self.large_threads if size > self.large_from else self.threads
 
 
 TUNING = Tuning()
@@ -89,14 +83,14 @@ def pair_macros(
         size: Bytes of the output.
         tile_tokens: Tokens of a tile, or 0.
         pdl: Whether the kernel may start while the one ahead of it still runs.
-        resident: Threads that the device runs at once if rows lie in flat order, else 0.
+        resident: Threads that the device runs at once.
         tuning: Launch shape.
     """
     rows, threads = block(vectors, tuning.pair_threads(size), tile_tokens)
     return {
         "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
-        "SPECULATE": int(size <= tuning.small_limit), "PDL": int(pdl),
-        "FETCH": tuning.fetch if pdl else 0, "AHEAD": int(tuning.ahead and not tile_tokens),
+        "PDL": int(pdl), "FETCH": int(pdl and tuning.fetch),
+        "AHEAD": int(tuning.ahead and not tile_tokens),
         "RESIDENT": max(1, resident // (threads * tuning.unroll)),
     }  # fmt: skip
 
@@ -106,19 +100,19 @@ def many_macros(
     pdl: bool, resident: int, tuning: Tuning,
 ) -> dict[str, int]:  # fmt: skip
     """Macros of the n-way kernel for rows of ``vectors`` vectors; arguments as ``pair_macros``."""
-    split, small = 1, size <= tuning.small_limit
-    if size <= tuning.split_limit and states > MOST_BATCH:
-        half = tuning.split // 2
-        split = half if 1 < half and states <= half * MOST_BATCH else tuning.split
+    split = 1
+    while size <= tuning.split_limit and split < tuning.split and states > split * MOST_BATCH:
+        split *= 2
     batch = min(states, MOST_BATCH)
     most = 1024 // split
     aim = min(max(tuning.threads // split, vectors, 32), most)
     rows, threads = block(vectors, aim, tile_tokens, most)
     return {
         "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
-        "BATCH": batch, "SHORT": int(states <= batch * split), "SPECULATE": int(small and split == 1),
+        "BATCH": batch, "SHORT": int(states <= batch * split),
         "FULL": int(states == batch * split and not counted), "PDL": int(pdl),
-        "FETCH": int(pdl and tuning.fetch), "RESIDENT": max(1, resident // (2 * threads * split)),
+        "FETCH": int(pdl and tuning.fetch),
+        "RESIDENT": max(1, resident // (2 * threads * split)),  # they take more registers
     }  # fmt: skip
 
 

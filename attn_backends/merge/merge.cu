@@ -14,11 +14,13 @@
 // - A block owns whole rows, of which one thread each writes the merged LSE after a barrier, so
 //   that an LSE may be merged in place; and a thread writes exactly the vectors it read, so that an
 //   output may be.
-// - With SPECULATE, for small problems, where latency decides, vectors are loaded together with the
-//   LSEs. Without it, an output of weight 0 is not read.
+// - An output of weight 0 is not read: LSEs come first, and what they give no weight is left alone.
+//   To know that takes one comparison, before any exponential; the logarithm of the merged LSE
+//   comes last, when outputs are on their way.
 // - With PDL the kernel may be launched while the one ahead of it still runs; it waits for that one
-//   before it loads anything, and lets the next one come as early. With FETCH it has its inputs
-//   brought to L2 meanwhile.
+//   with all addresses at hand, and lets the next one come as early. With FETCH, blocks that wait
+//   bring to L2 what the LSEs call for that lie there at the time, and AHEAD LSEs for later blocks;
+//   so reading LSEs before outputs costs next to nothing.
 // - LSEs that run along tokens, a [H, T] buffer, are visited in tiles of tokens x heads, so that
 //   every sector read is used in either layout.
 //
@@ -31,15 +33,19 @@
 //   TILE_TOKENS         tokens per tile for token-major LSEs; 0: rows in flat order
 //   THREADS             per block
 //   PASS_ROWS           rows of a block in one pass
-//   SPECULATE, PDL, FETCH  1: as above
+//   PDL, FETCH          1: as above; loads are ld.global.nc only without PDL, since that is for
+//                       memory that nobody writes while the kernel lives, waiting included
+//   RESIDENT            blocks that the device runs at once, about
 //   MANY                0: compile merge_pair, for
-//   UNROLL              passes, all loaded at once: a block has PASS_ROWS * UNROLL rows
-//   AHEAD               fetch the LSEs of the block so far behind this one; 0: do not
+//   UNROLL              rows of a thread, all loaded at once: a block has PASS_ROWS * UNROLL rows;
+//                       two were slower than one at every size measured
+//   AHEAD               1: as above
 //                       1: compile merge_many, for
 //   BATCH               states that a thread has in flight
 //   SPLIT               groups of threads that share the states of a row
 //   SHORT               1: a group has at most BATCH states
-//   SEPARATE            1: states come as separate tensors of one layout, up to 8; SHORT, no SPLIT
+//   FULL                1: each group has BATCH states, whatever the row
+//   SEPARATE            1: states come as separate tensors of one layout, up to 8; FULL, no SPLIT
 //   COUNT_BYTES         bytes of an element of the row counts; 0: there are none
 
 typedef unsigned int u32;
@@ -353,17 +359,13 @@ __device__ __forceinline__ void fetch_pair_rows(const Pair& p, const PairRows& r
   for (u32 base = threadIdx.x / 32 * 32; base < PairRows::SIZE; base += THREADS) {
     const u32 r = base + threadIdx.x % 32;
     const PairRow at(p, rows, r, r < PairRows::SIZE);
-    bool need_a = at.valid && at.has_a, need_b = at.valid && HAS_B;
-#if !SPECULATE
+    bool need_a = false, need_b = false;
     if (at.valid) {
       const float a = at.has_a ? no_keys(peek_lse(at.lse_a(p))) : -INF;
       const float b = no_keys(peek_lse(at.lse_b(p)));
       need_a = weighs(a, b);
       need_b = HAS_B && weighs(b, a);
     }
-#else
-    if (at.valid && threadIdx.x % 8 == 0) fetch(at.lse_a(p)), fetch(at.lse_b(p));
-#endif
     fetch_runs(p.o_a, rows.first + base, vote(need_a));
     fetch_runs(p.o_b, rows.first + base, vote(need_b));
   }
@@ -374,17 +376,10 @@ __device__ __forceinline__ void fetch_pair_rows(const Pair& p, const PairRows& r
   for (int k = 0; k < UNROLL; ++k) {
     const PairRow at(p, rows, first + k * PASS_ROWS, first < PASS_ROWS);
     if (!at.valid) continue;
-    bool need_a = at.has_a, need_b = HAS_B;
-#if !SPECULATE
     const float a = at.has_a ? no_keys(peek_lse(at.lse_a(p))) : -INF;
     const float b = no_keys(peek_lse(at.lse_b(p)));
-    need_a = weighs(a, b);
-    need_b = HAS_B && weighs(b, a);
-#else
-    if (!column) fetch(at.lse_a(p)), fetch(at.lse_b(p));
-#endif
-    if (need_a) fetch(at.o_a(p, column));
-    if (need_b) fetch(at.o_b(p, column));
+    if (weighs(a, b)) fetch(at.o_a(p, column));
+    if (HAS_B && weighs(b, a)) fetch(at.o_b(p, column));
   }
 #endif
 }
@@ -432,10 +427,6 @@ __device__ __forceinline__ void merge_pair_rows(Pair& p, const PairRows& rows, c
       if (!valid[k]) continue;
       a[k] = load_lse(lse_a[k]);
       b[k] = load_lse(lse_b[k]);
-#if SPECULATE
-      if (has_a[k]) v_a[k] = load_vec(o_a[k]);
-      if (HAS_B) v_b[k] = load_vec(o_b[k]);
-#endif
     }
 #if OUT_TYPE == 3
     if (scale) p.scale = *scale;
@@ -445,10 +436,8 @@ __device__ __forceinline__ void merge_pair_rows(Pair& p, const PairRows& rows, c
       if (!valid[k]) continue;
       a[k] = has_a[k] ? no_keys(a[k]) : -INF;
       b[k] = no_keys(b[k]);
-#if !SPECULATE
       if (weighs(a[k], b[k])) v_a[k] = load_vec(o_a[k]);
       if (HAS_B && weighs(b[k], a[k])) v_b[k] = load_vec(o_b[k]);
-#endif
     }
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
@@ -506,8 +495,7 @@ merge_pair(const char* o_a, const float* lse_a, const char* o_b, const float* ls
   const PairRows rows(blockIdx.x, p.num_tokens, p.num_heads);
   fetch_ahead(p, rows);
 #if FETCH
-  for (u32 i = 0; blockIdx.x < RESIDENT && i < FETCH; ++i)
-    fetch_pair_rows(p, PairRows(blockIdx.x + i * RESIDENT, p.num_tokens, p.num_heads));
+  if (blockIdx.x < RESIDENT) fetch_pair_rows(p, rows);
 #endif
   merge_pair_rows(p, rows, scale_ptr);
 }
@@ -660,11 +648,7 @@ __device__ __forceinline__ void merge_many_rows(const Many& p, const Tile<PASS_R
     const u32 count = valid ? p.count(COUNT_TOKEN) : 0;
 #if SHORT
     load_lses(p, group, count, at_lse, lses);
-#if SPECULATE
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i)
-      if (FULL || group + i * SPLIT < count) v[i] = load_vec(p.state_o(group + i * SPLIT) + at);
-#elif SPLIT == 1
+#if SPLIT == 1
     load_weighty(p, 0, at, lses, peak_of(lses, -INF), v);
 #endif
     mass.add(lses);
@@ -681,7 +665,7 @@ __device__ __forceinline__ void merge_many_rows(const Many& p, const Tile<PASS_R
     for (int s = 0; s < SPLIT; ++s) mass.peak = fmaxf(mass.peak, masses[s][tid].peak);
     for (int s = 0; s < SPLIT; ++s)
       mass.sum += masses[s][tid].sum * expf(masses[s][tid].peak - mass.shift());
-#if SHORT && !SPECULATE
+#if SHORT
     load_weighty(p, group, at, lses, mass.peak, v);
 #endif
 #endif

@@ -5,13 +5,12 @@ A program owns ROWS rows (token, head), reads their LSEs, computes their weights
 
     w_i = exp(l_i - M) / sum_j exp(l_j - M)    o = sum_i w_i o_i    l = M + ln sum_j exp(l_j - M)
 
-+inf counts as -inf, and outputs of weight 0 are selected away. With SPECULATE, for problems so
-small that latency decides, they are loaded before the weights are known, and rows must fit a tile;
-else they are not read.
++inf counts as -inf, and an output of weight 0 is not read; to know that takes one comparison.
 IN_PLACE puts a barrier between the last read and the first write of a program, since a row's LSE
 is read by several warps and written by one. With PDL a kernel may be launched while the one ahead
 of it still runs; it waits for that one before it loads anything, and lets the next come as early.
-With FETCH, for contiguous rows of whole vectors, it has its inputs brought to L2 meanwhile.
+With FETCH, for contiguous rows of whole vectors, the first RESIDENT programs, which wait, have
+brought to L2 what the LSEs call for that lie there at the time, and each the LSEs of a later one.
 
 Strides of outputs come in units of VEC elements, so that the compiler sees their alignment. This
 module imports Triton; go through ``triton_merge``.
@@ -103,7 +102,7 @@ def _fetch_bulk(a, size_a, b, size_b):
 @triton.jit
 def _fetch_tile(
     o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, first, num_rows, num_prefix_rows,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_B: tl.constexpr, SPECULATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
     """Have a tile of contiguous rows brought to L2: a side of it if all rows need that.
 
@@ -112,23 +111,15 @@ def _fetch_tile(
     """
     rows = first + tl.arange(0, ROWS)
     live, has_prefix = rows < num_rows, rows < num_prefix_rows
-    num = tl.maximum(tl.minimum(num_rows - first, ROWS), 0).to(tl.int32)
-    size_a = num * (HEAD_DIM * o_a_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    size_b = size_a
-    if SPECULATE:
-        _fetch_lines(lse_a_ptr + first, lse_b_ptr + first)
-    else:
-        lse_a = tl.load(lse_a_ptr + rows, mask=live & has_prefix, other=0.0, volatile=True)
-        lse_b = tl.load(lse_b_ptr + rows, mask=live, other=0.0, volatile=True)
-        lse_a, lse_b = _no_keys(lse_a), _no_keys(lse_b)
-        need_a = (_weighs(lse_a, lse_b) & has_prefix) | ~live
-        need_b = _weighs(lse_b, lse_a) | ~has_prefix | ~live
-        size_a = tl.where(tl.min(need_a.to(tl.int32), 0) == 1, size_a, 0)
-        size_b = tl.where(tl.min(need_b.to(tl.int32), 0) == 1, size_b, 0)
-    if not HAS_B:
-        size_b = size_b * 0
-    at = tl.minimum(first, num_rows).to(tl.int64) * HEAD_DIM
-    _fetch_bulk(o_a_ptr + at, size_a, o_b_ptr + at, size_b)
+    lse_a = tl.load(lse_a_ptr + rows, mask=live & has_prefix, other=float("-inf"), volatile=True)
+    lse_b = tl.load(lse_b_ptr + rows, mask=live, other=float("-inf"), volatile=True)
+    lse_a, lse_b = _no_keys(lse_a), _no_keys(lse_b)
+    all_a = tl.min((_weighs(lse_a, lse_b) | ~live).to(tl.int32), 0)
+    all_b = tl.min((_weighs(lse_b, lse_a) | ~live).to(tl.int32), 0)
+    num = tl.minimum(num_rows - first, ROWS).to(tl.int32)
+    size = num * (HEAD_DIM * o_a_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    at = first.to(tl.int64) * HEAD_DIM
+    _fetch_bulk(o_a_ptr + at, size * all_a, o_b_ptr + at, size * all_b if HAS_B else size * 0)
 
 
 @triton.jit
@@ -175,7 +166,6 @@ def _merge_pair_kernel(
     STRIDED: tl.constexpr,
     HAS_B: tl.constexpr,
     SCALED: tl.constexpr,
-    SPECULATE: tl.constexpr,
     FETCH: tl.constexpr,
     RESIDENT: tl.constexpr,
     IN_PLACE: tl.constexpr,
@@ -195,22 +185,20 @@ def _merge_pair_kernel(
         if FETCH:
             num_rows = num_tokens * num_heads
             first = tl.program_id(0) * ROWS
-            ahead = tl.minimum(first + RESIDENT * ROWS, num_rows - 1)
+            ahead = first + RESIDENT * ROWS
+            ahead = tl.where(ahead < num_rows, ahead, first)
             _fetch_lines(lse_a_ptr + ahead, lse_b_ptr + ahead)
-            for i in tl.static_range(FETCH):
-                if tl.program_id(0) < RESIDENT:
-                    prefix_rows = tl.where(num_prefix < 0, num_tokens, num_prefix) * num_heads
-                    _fetch_tile(
-                        o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, first + i * RESIDENT * ROWS,
-                        num_rows, prefix_rows, HEAD_DIM, ROWS, HAS_B, SPECULATE,
-                    )  # fmt: skip
+            if tl.program_id(0) < RESIDENT:
+                prefix_rows = tl.where(num_prefix < 0, num_tokens, num_prefix) * num_heads
+                _fetch_tile(
+                    o_a_ptr, lse_a_ptr, o_b_ptr, lse_b_ptr, first, num_rows, prefix_rows,
+                    HEAD_DIM, ROWS, HAS_B,
+                )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     lse_a = _read_lse(at_lse_a, live & has_prefix)
     lse_b = _read_lse(at_lse_b, live)
-    need_a, need_b = live & has_prefix, live
-    if not SPECULATE:
-        need_a &= _weighs(lse_a, lse_b)
-        need_b &= _weighs(lse_b, lse_a)
+    need_a = live & _weighs(lse_a, lse_b)
+    need_b = live & _weighs(lse_b, lse_a)
     if HEAD_DIM <= BLOCK_D:  # asked for before the weights are computed
         columns = tl.arange(0, BLOCK_D)
         a = _read(o_a_ptr, at_a, columns, need_a, columns < HEAD_DIM)
@@ -253,12 +241,18 @@ def _merge_pair_kernel(
 
 
 @triton.jit
-def _jump(STATE: tl.constexpr, stride, j1, j2, j3, j4, j5, j6, j7, SEPARATE: tl.constexpr):
-    """Distance of a state from the first: a multiple of a stride, or a number of its own."""
-    jump = stride * STATE
+def _jump(states, stride, j1, j2, j3, j4, j5, j6, j7, SEPARATE: tl.constexpr):
+    """Distance of states from the first: multiples of a stride, or one number each."""
     if SEPARATE:
-        if STATE > 0:
-            jump = (j1, j2, j3, j4, j5, j6, j7)[STATE - 1]
+        jump = tl.where(states == 1, j1, 0)
+        jump = tl.where(states == 2, j2, jump)
+        jump = tl.where(states == 3, j3, jump)
+        jump = tl.where(states == 4, j4, jump)
+        jump = tl.where(states == 5, j5, jump)
+        jump = tl.where(states == 6, j6, jump)
+        jump = tl.where(states == 7, j7, jump)
+    else:
+        jump = states * stride
     return jump
 
 
@@ -320,66 +314,50 @@ def _merge_many_kernel(
         count = tl.minimum(count, num_states)
     else:
         count = tl.where(live, num_states, 0)
-
-    columns = tl.arange(0, BLOCK_D)
-    lses, outputs = (), ()
-    if SHORT:
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        for s in tl.static_range(BLOCK_O):
-            at = _jump(s, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE)
-            lses += (_read_lse(lse_0_ptr + at + at_lse_in, s < count),)
-            peak = tl.maximum(peak, lses[s])
-        if HEAD_DIM <= BLOCK_D:  # asked for before the weights are computed
-            for s in tl.static_range(BLOCK_O):
-                at = _jump(s, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
-                need = _weighs(lses[s], peak)
-                at = (at + at_in) * VEC
-                outputs += (_read(o_0_ptr, at, columns, need, columns < HEAD_DIM),)
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
-        total = tl.zeros([ROWS], tl.float32)
-        for s in tl.static_range(BLOCK_O):
-            total += tl.exp(lses[s] - shift)
+    if SHORT:  # a loop of one turn, which the compiler inlines
+        longest: tl.constexpr = BLOCK_O
     else:
-        # The recurrence of the online softmax, one state at a time. A reduction over a tile of
-        # states would tie these vectors to a layout of its own, and every later use would go
-        # through shared memory.
         longest = tl.max(count, 0)
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for first in range(0, longest, BLOCK_O):
-            for s in tl.static_range(BLOCK_O):
-                state = tl.zeros([], tl.int64) + first + s
-                lse = _read_lse(lse_0_ptr + state * stride_lse_n + at_lse_in, state < count)
-                new_peak = tl.maximum(peak, lse)
-                shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-                total = total * tl.exp(peak - shift) + tl.exp(lse - shift)
-                peak = new_peak
-        shift = tl.where(peak == float("-inf"), 0.0, peak)
+
+    # Peak and sum of each row: the recurrence of the online softmax, one state at a time. A
+    # reduction over a tile of states would tie these vectors to a layout of its own, and every
+    # later use would go through shared memory.
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in range(0, longest, BLOCK_O):
+        for s in tl.static_range(BLOCK_O):
+            state = tl.zeros([], tl.int64) + first + s
+            at = _jump(
+                state, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
+            )
+            lse = _read_lse(lse_0_ptr + at + at_lse_in, state < count)
+            new_peak = tl.maximum(peak, lse)
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            total = total * tl.exp(peak - shift) + tl.exp(lse - shift)
+            peak = new_peak
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
 
     at_o = _offsets(rows, num_heads, width, stride_o_t, stride_o_h, STRIDED)
     for start in tl.static_range(0, HEAD_DIM, BLOCK_D):
         columns = start + tl.arange(0, BLOCK_D)
         inside = columns < HEAD_DIM
         o = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        if SHORT:
+        for first in range(0, longest, BLOCK_O):
             for s in tl.static_range(BLOCK_O):
-                w = tl.where(total == 0.0, 0.0, tl.div_rn(tl.exp(lses[s] - shift), total))
-                if HEAD_DIM <= BLOCK_D:
-                    o_i = outputs[s]
-                else:
-                    at = _jump(s, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
-                    need = _weighs(lses[s], peak)
-                    o_i = _read(o_0_ptr, (at + at_in) * VEC, columns, need, inside)
-                o += _weighted(w, o_i)
-        else:
-            for first in range(0, longest, BLOCK_O):
-                for s in tl.static_range(BLOCK_O):
-                    state = tl.zeros([], tl.int64) + first + s
-                    lse = _read_lse(lse_0_ptr + state * stride_lse_n + at_lse_in, state < count)
-                    w = tl.where(total == 0.0, 0.0, tl.div_rn(tl.exp(lse - shift), total))
-                    at = (state * stride_o_n + at_in) * VEC
-                    o_i = _read(o_0_ptr, at, columns, _weighs(lse, peak), inside)
-                    o += _weighted(w, o_i)
+                state = tl.zeros([], tl.int64) + first + s
+                known = state < count
+                at = _jump(
+                    state, stride_lse_n, lse_1, lse_2, lse_3, lse_4, lse_5, lse_6, lse_7, SEPARATE
+                )
+                lse = _read_lse(lse_0_ptr + at + at_lse_in, known)
+                w = tl.where(total == 0.0, 0.0, tl.div_rn(tl.exp(lse - shift), total))  # [ROWS]
+                at = _jump(state, stride_o_n, o_1, o_2, o_3, o_4, o_5, o_6, o_7, SEPARATE)
+                o_i = tl.load(
+                    o_0_ptr + (at + at_in[:, None]) * VEC + columns[None, :],
+                    mask=(known & (w != 0.0))[:, None] & inside[None, :],
+                    other=0.0,
+                )  # [ROWS, BLOCK_D]
+                o += w[:, None] * o_i.to(tl.float32)
         if IN_PLACE:
             tl.debug_barrier()
         tl.store(

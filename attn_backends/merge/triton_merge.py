@@ -26,29 +26,25 @@ class Tuning(NamedTuple):
 
     Attributes:
         warps: Per program.
-        large_warps: The same for a two-way merge of an output of more than ``large_from`` bytes.
-        large_from: See there.
+        large_warps: The same for a two-way merge of an output of more bytes than the first of
+            ``large_sizes`` and no more than the second.
+        large_sizes: See there.
         vectors: 16-byte vectors of each side that a thread holds.
-        small_limit: Most bytes of an output for which both sides are loaded before the weights
-            are known, if rows fit a tile; beyond, a side of weight 0 is not read. On an H200 that
-            costs dense states 2 to 4 %.
         pdl: Let a kernel start while the one ahead of it still runs, where the device can.
-        fetch_limit: Most bytes of an output for which a two-way merge brings what it reads to L2
-            while it waits for the kernel ahead.
+        fetch: Have a two-way merge bring what it reads to L2 while it waits for the kernel ahead.
     """
 
     warps: int = 4
     vectors: int = 1
-    small_limit: int = 1 << 62
     pdl: bool = True
-    fetch_limit: int = 1 << 23
-    fetch: int = 1
     large_warps: int = 8
-    large_from: int = 1 << 20
+    large_sizes: tuple[int, int] = (1 << 20, 1 << 25)
+    fetch: bool = True
 
     def pair(self, size: int) -> Tuning:
         """The shape of a two-way merge of an output of ``size`` bytes."""
-        return self._replace(warps=self.large_warps) if size > self.large_from else self
+        least, most = self.large_sizes
+        return self._replace(warps=self.large_warps) if least < size <= most else self
 
 
 TUNING = Tuning()
@@ -124,11 +120,11 @@ def prepare_pair(
         *_strides(out_o, fresh, vec),
         *_strides(out_lse, (heads, 1), 1),
     )
-    speculate = size <= tuning.small_limit
-    fixed = {**shape, "STRIDED": strided, "HAS_B": o_b is not None, "SPECULATE": speculate}
-    fixed["RESIDENT"] = 1 if interpreted() else resident_threads(o_a.device) // (32 * tuning.warps)
-    fetches = tuning.pdl and aligned and not strided and size <= tuning.fetch_limit
-    fixed["FETCH"] = tuning.fetch if fetches else 0
+    fixed = {**shape, "STRIDED": strided, "HAS_B": o_b is not None}
+    fixed["FETCH"] = tuning.pdl and tuning.fetch and aligned and not strided
+    # They take more registers than would let all threads of the device run.
+    resident = 0 if interpreted() else resident_threads(o_a.device) * 3 // 4
+    fixed["RESIDENT"] = max(1, resident // (32 * tuning.warps))
     fp32 = torch.float32
     pointers = (o_a.dtype, fp32, o_a.dtype, fp32, out_dtype, fp32)
     module = _kernels()[0]

@@ -68,8 +68,8 @@ def test_two_states(emulated, make_state, arrange, monkeypatch, dtype, tokens, h
         for i in range(2)
     )
     a[1][-1, 0] = NAN
-    for limit in (ALWAYS, NEVER):  # the kernel for small problems, the one for large ones
-        tuning = cuda_merge.TUNING._replace(small_limit=limit, unroll=2, fetch=2)
+    for unroll in (1, 2):
+        tuning = cuda_merge.TUNING._replace(unroll=unroll)
         monkeypatch.setattr(cuda_merge.prepare_pair, "__defaults__", (tuning,))
         emulate.pair.forget()
         for prefix in (None, tokens // 2):
@@ -127,7 +127,7 @@ def test_n_states(emulated, make_state, arrange, monkeypatch, dtype, tokens, hea
         stacked = stacked[0], stacked[1].mT.contiguous().mT
     counts = torch.arange(tokens, dtype=torch.int32 if n % 2 else torch.int64) * 3 - 2
     for limit in (ALWAYS, NEVER):  # states shared by groups of threads, or not
-        tuning = cuda_merge.TUNING._replace(split_limit=limit, small_limit=limit)
+        tuning = cuda_merge.TUNING._replace(split_limit=limit)
         for prepare in (cuda_merge.prepare_stacked, cuda_merge.prepare_separate):
             monkeypatch.setattr(prepare, "__defaults__", (tuning,))
         emulate.many.forget()
@@ -164,7 +164,7 @@ def test_no_state_is_read_that_is_not_there(emulated, monkeypatch, n, limit):
     # A NaN among the LSEs of a row makes all its weights NaN, none of which is 0.
     o, lse = torch.randn(n, 5, 3, 64), torch.randn(n, 5, 3)
     lse[n // 2, 1, 2] = NAN
-    tuning = cuda_merge.TUNING._replace(split_limit=limit, small_limit=limit)
+    tuning = cuda_merge.TUNING._replace(split_limit=limit)
     monkeypatch.setattr(cuda_merge.prepare_stacked, "__defaults__", (tuning,))
     readable = [(x.data_ptr(), x.numel() * x.element_size()) for x in (o, lse)]
     monkeypatch.setattr(emulate, "within", readable)
