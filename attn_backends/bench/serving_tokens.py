@@ -37,6 +37,7 @@ class Compared:
         moved: How far the engine moved the gap of a step, where it saw both tokens.
         drift: How far log-probabilities of the reference's tokens lie apart.
         judged: The same steps beside float32, if it was asked.
+        reference: The reference at these steps beside float32.
     """
 
     gaps: list[float] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Compared:
     moved: list[float] = field(default_factory=list)
     drift: list[float] = field(default_factory=list)
     judged: Judged = field(default_factory=Judged)
+    reference: Judged = field(default_factory=Judged)
 
     def add(
         self, wanted: int, chosen: int, reference: Step, own: Step, true: Step | None = None
@@ -58,6 +60,7 @@ class Compared:
                 self.moved.append(abs(gap - (own[str(wanted)] - own[second])))
         if true is not None:
             self.judged.add(chosen, (str(wanted), second), own, true)
+            self.reference.add(wanted, (str(wanted), second), reference, true)
         if chosen != wanted:
             # How much worse the reference thinks of what was chosen; at least its lead.
             self.parted.append(
@@ -214,7 +217,6 @@ def agreement(
     truth = None
     if scorer is not None:
         truth = score(scorer, prompts, reference, chief.dtype, times.late)
-    own = _itself(reference, truth)
     for engine in [*engines[1:], chief]:
         again = engine is chief
         answer = (_turned if again else _plain)(engine, command, times.late)
@@ -232,7 +234,7 @@ def agreement(
                 "prompt_tokens": sum(map(len, prompts)),
                 **whole_sequences(reference, answer),
                 **compared.facts(),
-                **({"float32": compared.judged.facts(), "reference_float32": own} if own else {}),
+                **(_beside_float32(compared) if truth is not None else {}),
                 **{f"steps_{kind}": n for kind, n in answer.get("steps", {}).items()},
             }
         )
@@ -241,13 +243,12 @@ def agreement(
     note(rows)
 
 
-def _itself(reference: Answer, truth: list[list[Step]] | None) -> dict[str, Any]:
-    """The reference's own choices beside float32; nothing if that was not asked."""
-    judged = Judged()
-    for tokens, steps, text in zip(reference["tokens"], reference["logprobs"], truth or ()):
-        for token, step, true in zip(tokens, steps, text):
-            judged.add(token, (str(token), runner_up(token, step)), step, true)
-    return judged.facts() if truth is not None else {}
+def _beside_float32(compared: Compared) -> dict[str, Any]:
+    """Both judged by float32, at the same steps."""
+    return {
+        "float32": compared.judged.facts(),
+        "reference_float32": compared.reference.facts(),
+    }
 
 
 def decide(rows: list[dict[str, Any]], found: list[Compared]) -> None:

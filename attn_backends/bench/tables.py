@@ -201,7 +201,8 @@ def _float32(row: dict[str, Any]) -> dict[str, str]:
         return f"{own[name]:.3g} ({theirs[name]:.3g})"
 
     return {
-        "not float32's choice (reference)": f"{own['other_choice']} ({theirs['other_choice']})",
+        "not float32's choice (reference)": f"{own['other_choice']} of {own['steps']} "
+        f"({theirs['other_choice']} of {theirs['steps']})",
         "most given up by one": both("given_up_max"),
         "error of a gap, median": both("gap_error_median"),
         "largest": both("gap_error_max"),

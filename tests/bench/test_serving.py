@@ -384,5 +384,5 @@ def test_rows_can_be_shown_and_made_into_a_table(tmp_path: Path) -> None:
     assert "not float32's 1 (0), gave up 0.125 (0)" in shown[1]
     results = json.loads(json.dumps({"meta": {"command": "x", "gpu": "y"}, "rows": rows}))
     text = table(results)
-    assert "| 1 of 192 steps |" in text and "| 1 (0) | 0.125 (0) |" in text
+    assert "| 1 of 192 steps |" in text and "| 1 of 192 (0 of 192) | 0.125 (0) |" in text
     assert "attn_backends / THEIRS within a turn" in text
