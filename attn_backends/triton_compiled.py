@@ -6,10 +6,13 @@ driver is asked, and where it does not agree with the kernel's signature, Triton
 
 from __future__ import annotations
 
+import logging
 from itertools import chain, compress
 from typing import Any, NamedTuple
 
 from . import driver
+
+logger = logging.getLogger("attn_backends")
 
 _FORMATS = {"i32": "i", "u32": "I", "i64": "q", "u64": "Q", "fp32": "f", "fp64": "d"}
 #: Scratch memory that Triton's kernels take as last arguments, none of it used here.
@@ -75,7 +78,7 @@ class Form(NamedTuple):
     def launch(
         self, grid: tuple[int, int, int], values: tuple[Any, ...], changing: int
     ) -> driver.Launch | None:
-        """A launch; None if one of the arguments that change is a constant here.
+        """A launch; None if an argument that changes is a constant here, or one is no number.
 
         Args:
             grid: Programs per dimension.
@@ -87,9 +90,13 @@ class Form(NamedTuple):
             return None
         if any(x is not None and not kept for x, kept in zip(values[:changing], self.kept)):
             return None
+        arguments = self.arguments(values)
+        if not all(isinstance(x, (int, float, bytes)) for x in arguments):
+            logger.debug("Triton launches %s: not all that it takes is a number", self.compiled)
+            return None
         letters = sum(self.widths[: sum(self.kept[:changing])])
         return driver.Launch(
-            self.function, grid, self.threads, self.formats, self.arguments(values), letters,
+            self.function, grid, self.threads, self.formats, arguments, letters,
             shared=self.shared, pdl=self.pdl, owner=self.compiled,
         )  # fmt: skip
 

@@ -3,9 +3,10 @@
     python -m attn_backends.bench.attention_forms --json forms.json [--set decode --set prefill]
 
 A form says how a tile is computed (``triton_native/configs.py``): fused exponents (f), sums per
-lane (l), a loop without masks (p), at most so many registers (r). Which one wins depends on the
-tile and on how many keys a program visits, so both are tried together, all trials of a point in
-turn. What is chosen where stands in ``configs.py`` and ``cuts.py``.
+lane (l), a loop without masks (p), keys through tensor maps (m), at most so many registers (r).
+Which one wins depends on the tile and on how many keys a program visits, so both are tried
+together, all trials of a point in turn. What is chosen where stands in ``configs.py`` and
+``cuts.py``.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ DECODE_TILES = {
 }  # fmt: skip
 #: (block_m, block_n, warps, stages), and forms of each.
 PREFILL_TILES = {
-    (128, 64, 8, 3): ("-", "l", "f", "lf"), (128, 128, 8, 2): ("f",), (64, 64, 4, 3): ("f",),
-    (64, 64, 4, 2): ("-", "f"), (64, 32, 4, 3): ("-", "f", "f r160"),
+    (128, 64, 8, 3): ("-", "f", "fm"), (128, 64, 8, 2): ("f r128", "m r128", "fm r128"),
+    (128, 128, 8, 2): ("fm",), (64, 64, 4, 3): ("f", "fm"), (64, 32, 4, 3): ("f r160",),
 }  # fmt: skip
 MLA = {
     "mla16": ((1, 4096), (1, 32768), (8, 16384), (128, 4096)),
@@ -75,7 +76,9 @@ def trials(name: str, case: Case) -> dict[str, dict[str, Any]]:
         for shape, names in PREFILL_TILES.items():
             for form in names:
                 letters, _, registers = form.partition(" r")
-                config = (*shape, True, True, *_flags(letters)[:2], int(registers or 0))
+                config = (
+                    *shape, True, True, *_flags(letters)[:2], int(registers or 0), "m" in letters
+                )  # fmt: skip
                 found[f"{shape} {form}"] = {"prefill_config": config, "short_rows": 0}
     else:
         for whole, names in MLA_TILES[name].items():

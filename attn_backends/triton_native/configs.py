@@ -186,15 +186,16 @@ def few_configs(
 ) -> tuple[tuple[int, SplitConfig], ...]:
     """Tiles for so few keys that all programs run at once, each with the most keys it is for.
 
-    Keys are counted per multiprocessor. Empty where none were measured to help. From the sweep in
-    docs/results/h200/forms.json: one large tile a program, then several small ones, deeply
-    pipelined.
+    Keys are counted per multiprocessor. Empty where none were measured to help. From the sweeps in
+    docs/results/h200/forms.json and decode-forms.json: one large tile a program, then one program a
+    multiprocessor, then two of small tiles, deeply pipelined.
     """
     if arch < 90 or block_m > 16 or q_bytes != 2 or kv_bytes != 2:
         return ()
     if 64 < max(d, dv) <= 128:
         return (
             (128, SplitConfig(block_m, 128, 8, 2, 2, 128, lane_sums=True)),
+            (256, SplitConfig(block_m, 64, 4, 3, 1, 64)),
             (512, SplitConfig(block_m, 32, 4, 4, 2, 64)),
         )
     if max(d, dv) > 256:

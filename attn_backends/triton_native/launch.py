@@ -103,7 +103,9 @@ class Launcher:
         if form is None:  # Triton alone knows how to launch it
             self._fast = False
             return
-        values = (*(0 for _ in tensors), *numbers, *self.values)
+        # In the place of a tensor map, its bytes, its shape and its strides.
+        blank = [(b"", *x.shape, *x.strides) if hasattr(x, "block_shape") else 0 for x in tensors]
+        values = (*blank, *numbers, *self.values)
         launch = driver.Launch(
             form.function, grid, form.threads, form.formats, form.arguments(values), 0,
             shared=form.shared, pdl=form.pdl, owner=compiled,

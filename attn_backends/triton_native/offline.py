@@ -157,6 +157,7 @@ class Report:
         wgmma: Count of ``wgmma.mma_async`` in the PTX.
         mma: Count of ``mma.sync`` in the PTX.
         cp_async: Count of ``cp.async`` copies in the PTX.
+        serialized: Whether warpgroup products wait for each other, for lack of registers.
     """
 
     name: str
@@ -166,6 +167,7 @@ class Report:
     wgmma: int
     mma: int
     cp_async: int
+    serialized: bool
 
 
 def report(compiled: Any) -> Report:
@@ -187,7 +189,7 @@ def report(compiled: Any) -> Report:
     return Report(
         compiled.metadata.name, int(registers[1]), sum(spills), compiled.metadata.shared,
         ptx.count("wgmma.mma_async"), len(re.findall(r"\bmma\.sync", ptx)),
-        ptx.count("cp.async.cg") + ptx.count("cp.async.ca"),
+        ptx.count("cp.async.cg") + ptx.count("cp.async.ca"), "instructions are serialized" in log,
     )  # fmt: skip
 
 

@@ -189,7 +189,7 @@ def repeat_of(
     if call.bytes or not call.steps or _OTHER in kinds(extras):
         return None
     plain = all(x is None for x in extras)
-    spare = call.steps[0].at[0]
+    spare = next(x for x in call.steps[0].at if x is not None)
     starts = call.plan.mask_indptr
     mask_indptr = spare if starts is None else starts.data_ptr()
     launches = []

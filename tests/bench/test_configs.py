@@ -31,7 +31,7 @@ def test_the_fastest_tile_without_spills_is_written_for_short_and_long_keys(
 ) -> None:
     rows = [_row(4096, FAST, 2.0), _row(4096, SLOW, 3.0), _row(4096, SPILLING, 1.0)]
     rows += [_row(8192, FAST, 4.1), _row(8192, SLOW, 4.0), _row(8192, SPILLING, 3.0)]
-    rows += [_row(1024, FAST, 2.0), _row(1024, SLOW, 1.0)]
+    rows += [_row(512, FAST, 2.0), _row(512, SLOW, 1.0)]
     rows.append({**rows[0], "trial": "shipped", "options": {"hopper": False}})
     file, module = tmp_path / "forms.json", tmp_path / "measured.py"
     file.write_text(json.dumps({"meta": {"gpu": "NVIDIA H200"}, "rows": rows}))

@@ -22,6 +22,7 @@ decode, prefill = ([1] * 4, [8192] * 4), ([2048], [4096])
 CASES = {
     "decode": (S(32, 8, 128, page_size=16), decode, False),
     "prefill": (S(32, 8, 128, page_size=16), prefill, False),
+    "prefill-ragged": (S(32, 8, 128), prefill, False),
     "prefill-short": (S(32, 8, 128), ([512] * 64, [512] * 64), False),
     "prefill-window": (S(32, 8, 64, softcap=30.0, window=(99, 0)), prefill, False),
     "decode-tiny": (S(32, 8, 128, page_size=16), ([1], [1024]), False),
@@ -77,7 +78,7 @@ def newer_than_3_6() -> bool:
             90,
             (
                 *("decode", "decode-tiny", "decode-few", "decode-256"),
-                *("prefill", "prefill-short", "prefill-window", "prefill-256"),
+                *("prefill", "prefill-ragged", "prefill-short", "prefill-window", "prefill-256"),
                 *("prefill-mask", "decode-fp8", "decode-fp32", "invariant"),
                 *("mla-16", "mla-128", "mla-prefill"),
             ),
@@ -102,4 +103,8 @@ def test_shipped_configurations_fit_and_do_not_spill(arch: int, names: tuple[str
     assert decode["shared"] >= 2 * 64 * 256 * 2 and decode["cp_async"] >= 3 * 16
     if arch == 90:
         assert reports["prefill _prefill_fwd_kernel"]["wgmma"] > 0
+        # Two programs of 128 rows on a multiprocessor, which compute while the other waits.
+        ragged = reports["prefill-ragged _prefill_fwd_kernel"]
+        assert ragged["registers"] <= 128 and ragged["shared"] <= 228 * 1024 // 2 - 1024
+        assert ragged["wgmma"] > 0 and not ragged["serialized"]
         assert reports["mla-128 _split_fwd_kernel"]["wgmma"] > 0

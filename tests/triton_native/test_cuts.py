@@ -139,11 +139,11 @@ def _predicted_us(row):
 
 @pytest.mark.parametrize(
     ("batch", "keys", "block_n", "parts"),
-    [(1, 1024, 128, 8), (1, 4096, 32, 32), (1, 8192, 32, 32), (1, 131072, 64, None),
+    [(1, 1024, 128, 8), (1, 4096, 64, 16), (1, 8192, 32, 32), (1, 131072, 64, None),
      (8, 8192, 64, None), (16, 1024, 64, None)],
 )  # fmt: skip
 def test_few_keys_take_the_tiles_that_were_measured_for_them(batch, keys, block_n, parts):
-    """The points of docs/results/h200/forms.json; many keys keep the default tile."""
+    """The points of docs/results/h200/forms.json and decode-forms.json; others keep the default."""
     from dataclasses import replace
 
     from attn_backends.batch import Batch

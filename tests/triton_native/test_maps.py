@@ -97,3 +97,32 @@ def test_one_plan_serves_caches_of_several_sizes(
     for _ in range(3):
         p.check(backend.run(p.q, p.k, p.v, plan))
     assert described
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"page_size": 16}, {"window": (300, 0)}], ids=str)
+def test_layers_of_prefilled_rows_repeat_on_a_gpu(
+    lab: SimpleNamespace, dtype: torch.dtype, head_dim: int, fields: dict
+) -> None:
+    """Plain kernels alone, whose first arguments may be absent, with and without options."""
+    spec = AttentionSpec(9, 3, head_dim, dtype=dtype, **fields)
+    p = lab.Problem(spec, [700, 130, 1100], [700, 333, 1700])
+    backend = lab.Backend(spec, device=p.device, options=lab.Options(hopper=False))
+    plan = backend.plan(p.batch)
+    for _ in range(4):  # compiled, kept, repeated
+        p.check(backend.run(p.q, p.k, p.v, plan))
+    assert plan.repeat is not None
+    p.k, p.v = p.k.clone(), p.v.clone()  # as another layer
+    p.check(backend.run(p.q, p.k, p.v, plan))
+    out = backend.run(p.q, p.k, p.v, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backend.run(p.q, p.k, p.v, plan)
+    captured.o.zero_()
+    graph.replay()
+    assert torch.equal(captured.o, out.o) and torch.equal(captured.lse, out.lse)
+    p.with_sinks()
+    for _ in range(3):
+        p.check(backend.run(p.q, p.k, p.v, plan, **p.extras))

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from attn_backends import driver
+from attn_backends import triton_compiled as compiled
 from attn_backends.backend import RunExtras
 from attn_backends.output import AttentionOutput
 from attn_backends.triton_native import repeat as module
@@ -27,10 +28,49 @@ class Form:
 
     def launch(self, grid, values, changing):
         def launch(stream, *args):
-            assert len(args) == changing
+            # Arguments that are absent are not passed.
+            assert len(args) == changing - sum(x is None for x in values[:changing])
             self.log.append((self.name, grid, stream, (*args, *values[changing:])))
 
         return launch
+
+
+def form_of_three(kept=(True, False, True), formats="QQ", widths=(1, 1)):
+    return compiled.Form(1, 32, 0, False, formats, kept, widths, 0, "a kernel")
+
+
+def test_a_launch_is_kept_of_numbers_alone():
+    form = form_of_three()
+    assert form.launch((1, 1, 1), (16, None, 32), 1) is not None
+    assert form.launch((1, 1, 1), (16, None, None), 1) is None  # its launches would fail
+    assert form.launch((1, 1, 1), (None, None, 32), 1) is None
+    assert form.launch((1, 1, 1), (16, 5, 32), 2) is None  # what is compiled in cannot change
+    assert form.launch((1, 1, 1), (16, None), 1) is None
+
+
+def test_a_tensor_map_is_passed_with_its_shape_and_strides():
+    form = form_of_three((True, True), "QMiiqq", (1, 5))
+    assert form.arguments((16, (b"map", 7, 8, 9, 1))) == (16, b"map", 7, 8, 9, 1)
+    assert form.launch((1, 1, 1), (16, (b"map", 7, 8, 9, 1)), 2) is not None
+    assert compiled.format_of("tensordesc<bf16[64, 128]>") == "Miiqq"
+    assert [compiled.format_of(x) for x in ("*fp32", "i32", "other", None)] == [
+        "Q",
+        "i",
+        None,
+        None,
+    ]
+
+
+def test_the_first_kernel_may_lack_maps(made):
+    (q, k, v), split = qkv(), (None, None, *SPLIT_AT)
+    repeat, _, log = made(q, k, v, split=split)
+    assert repeat(q, k, v, None, None) is not None
+    name, _, _, args = log[0]
+    assert name == "split" and args[5:7] == split[:2] and None not in args[7:]
+    extras = NONE._replace(sinks=torch.zeros(2))
+    repeat, _, log = made(q, k, v, extras, split=split)
+    assert repeat(q, k, v, extras, None) is not None
+    assert None not in log[0][3] and log[0][3][5:7] == SPLIT_AT
 
 
 @pytest.fixture
@@ -45,14 +85,14 @@ def made(monkeypatch):
 
     monkeypatch.setattr(module, "empty", empty)
 
-    def make(q, k, v, extras=NONE, given=False):
+    def make(q, k, v, extras=NONE, given=False, split=SPLIT_AT):
         log: list = []
         launchers = [
             SimpleNamespace(form=lambda key, n=n: Form(log, n), values=(True,))
             for n in ("split", "merge")
         ]
         steps = [
-            Step(launchers[0], (3, 1, 1), tuple, SPLIT_AT, (11, 12), False),
+            Step(launchers[0], (3, 1, 1), tuple, split, (11, 12), False),
             Step(launchers[1], (2, 1, 1), tuple, MERGE_AT, (13,), True),
         ]
         call = SimpleNamespace(
