@@ -200,7 +200,7 @@ class TorchFlexBackend(AdapterBackend):
                 o = o.float() * per_head(extras.v_scale, spec, q.device)[:, None]
             result = restore(o.to(spec.out_dtype), lse.float(), plan.work, q.shape[0], out)
         if rows is q and v is not None and all(x is None for x in extras):
-            kernel = self._kernel(fast, self._width(q), arguments)
+            kernel = self._kernel(fast, q, arguments)
             learned = straight(
                 padded, q, k, v, kernel, (found[0].to(spec.out_dtype), found[1].float())
             )
@@ -225,17 +225,24 @@ class TorchFlexBackend(AdapterBackend):
             return_aux=flex_module().AuxRequest(lse=True),
         )
 
-    def _kernel(self, fast: bool, width: torch.dtype, arguments: dict[str, Any]) -> Kernel:
+    def _kernel(self, fast: bool, q: torch.Tensor, arguments: dict[str, Any]) -> Kernel:
         """The same for later layers, for which nothing is compiled any more."""
-        function: Any = partial(flex_attention, fast)
-        if fast:
+        dtype, width = self.spec.out_dtype, self._width(q)
+        # Without gradients, as the first layer: a kernel is compiled for one or the other.
+        if fast and self.spec.kv == width:
             function = compiled("flex_attention").__wrapped__  # type: ignore[attr-defined]
-        dtype = self.spec.out_dtype
 
-        @torch.no_grad()  # as the first layer: a kernel is compiled for one or the other
-        def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            o, lse = attend(function, tensors, width, arguments)
-            return o.to(dtype), lse.float()
+            @torch.no_grad()
+            def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                o, aux = function(*tensors, **arguments)
+                return o, aux.lse
+
+        else:
+
+            @torch.no_grad()
+            def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                o, lse = attend(partial(flex_attention, fast), tensors, width, arguments)
+                return o.to(dtype), lse.float()
 
         return Kernel(kernel)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 import warnings
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -173,3 +174,41 @@ def test_a_device_that_only_the_batch_names_is_checked() -> None:
     if not TorchVarlenBackend.dependency_reasons():
         with pytest.raises(UnsupportedCallError, match="device=cpu"):
             TorchVarlenBackend(call.spec).plan(call.batch)
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_later_layers_call_what_was_compiled_for_the_first(
+    page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    module = torch_flex.flex_module()
+
+    def named(name: str) -> Any:
+        function = getattr(module, name)
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            calls.append("inner")
+            assert not torch.is_grad_enabled()
+            with torch_flex.without_advice():
+                return function(*args, **kwargs)
+
+        @wraps(inner)
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            calls.append("outer")
+            return inner(*args, **kwargs)
+
+        return outer
+
+    monkeypatch.setattr(torch_flex, "compiled", named)
+    monkeypatch.setattr(torch_flex, "_compiles", lambda options, device: True)
+    monkeypatch.setattr(TorchFlexBackend, "extra_reasons", classmethod(lambda *_: []))
+    fields = spec(dtype=torch.float32, page_size=page_size)
+    backend = TorchFlexBackend(fields, device="cpu")
+    plan = None
+    for seed in range(3):
+        call = make_call(fields, [3, 3], [9, 9], seed=seed)
+        plan = backend.plan(call.batch) if plan is None or page_size else plan
+        for _ in range(2):
+            assert_close(run(backend, call, plan), reference(call))
+    first, later = ["outer", "inner"], ["inner"]
+    assert calls == (first + later) * 3 if page_size else first + later * 5
