@@ -52,10 +52,6 @@ def _of_point(case: Row, ways: dict[tuple[str, str], Row]) -> Iterator[Row]:
             yield _ratio("our better path against FlashInfer", graph["flashinfer"], best, 1.0)
             if 256 <= case["tokens"] <= 1024:
                 yield _ratio("the same, beyond", graph["flashinfer"], best, 1.05)
-            alone = [graph[f"{name}-alone"] for name in OURS if f"{name}-alone" in graph]
-            if alone:
-                quick = min(alone, key=_median)
-                yield _ratio("the same, launched as FlashInfer is", graph["flashinfer"], quick, 1.0)
         if "copy" in graph and case["tokens"] == 65536:
             yield _ratio("share of the copy's bandwidth", graph["copy"], best, 0.97)
         if len(ours) == 2:

@@ -34,7 +34,8 @@
 //   THREADS             per block
 //   PASS_ROWS           rows of a block in one pass
 //   PDL, FETCH          1: as above; loads are ld.global.nc only without PDL, since that is for
-//                       memory that nobody writes while the kernel lives, waiting included
+//                       memory that nobody writes while the kernel lives, waiting included; it
+//                       made no difference in either case
 //   RESIDENT            blocks that the device runs at once, about
 //   MANY                0: compile merge_pair, for
 //   UNROLL              rows of a thread, all loaded at once: a block has PASS_ROWS * UNROLL rows;

@@ -52,7 +52,8 @@ def facts(dtype=HALF, out_dtype=None, dim=128, fault=None, rows=32) -> MergeFact
         (torch.float64, 128, "torch"),
     ],
 )
-def test_whole_vectors_go_to_cuda(all_present, dtype, dim, want):
+def test_whole_vectors_go_to_cuda(all_present, monkeypatch, dtype, dim, want):
+    monkeypatch.setattr(measured, "TIMES", {})
     choice = choose(facts(dtype, dim=dim), None)
     assert choice.path == want
     assert f"head_dim={dim}" in choice.reason
