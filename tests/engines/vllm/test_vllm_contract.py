@@ -83,13 +83,20 @@ def test_the_layer_finds_its_kind_by_the_name_of_the_class():
     assert AttentionBackendEnum[member.get_class().get_name()] is member
 
 
-def test_the_option_of_the_command_line_takes_the_name():
+def test_the_option_of_the_command_line_takes_the_name(monkeypatch):
+    """As ``vllm serve MODEL --attention-backend NAME`` reads it."""
     from vllm.config.attention import AttentionConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from attn_backends.engines.vllm import backend_name, register
 
     register()
-    config = AttentionConfig(backend=backend_name())
+    monkeypatch.setattr(current_platform, "device_type", "cpu")  # defaults are made for a device
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    asked = parser.parse_args(["--model", "x", "--attention-backend", backend_name()])
+    config = AttentionConfig(backend=EngineArgs.from_cli_args(asked).attention_backend)
     assert config.backend.get_class().get_name() == backend_name()
 
 
