@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -94,6 +93,11 @@ class Formats:
             return cls(torch.float32, how, 0, False)
         fp8_q = how if spec.dtype == torch.float8_e4m3fn else 0
         return cls(torch.float16, how, fp8_q, spec.dtype == torch.bfloat16)
+
+
+def _round(n: int) -> int:
+    """The next multiple of 16, so that what follows is aligned."""
+    return -(-n // 16) * 16
 
 
 class TritonPlan(Plan):
@@ -248,15 +252,14 @@ class TritonPlan(Plan):
         # Bytes of a key and value; converting fp8 takes as long as reading twice as much.
         width = (spec.head_dim + (0 if self.shares_width else spec.dv)) * max(kv_bytes, 2)
         self.rate = PROGRAM_BYTES / width
+        exact, block_m = self.exact, config.block_m
         bounds = split_bounds(
-            batch.q_lens if self.exact else None, batch.kv_lens if self.exact else None,
-            num_seqs=batch.num_seqs, total_q=batch.total_q, max_seqlen_q=batch.max_seqlen_q,
-            max_seqlen_k=batch.max_seqlen_k, left=left, short_rows=self.short_rows,
-            block_m=config.block_m, block_n=config.block_n, rate=self.rate,
-            processors=self.device.processors, occupancy=config.occupancy,
-            min_chunk=config.min_chunk, num_kv_heads=spec.num_kv_heads, group=spec.group_size,
-            chunk=0 if self.c0 else options.split_keys or self.few_chunk, splits=self.num_splits,
-            c0=self.c0, pad_rows=self.pad_rows,
+            batch.q_lens if exact else None, batch.kv_lens if exact else None, batch.num_seqs,
+            batch.total_q, batch.max_seqlen_q, batch.max_seqlen_k, left, self.short_rows, block_m,
+            config.block_n, self.device.processors, config.occupancy, self.rate, config.min_chunk,
+            spec.num_kv_heads, spec.group_size,
+            0 if self.c0 else options.split_keys or self.few_chunk, self.num_splits, self.c0,
+            self.pad_rows,
         )  # fmt: skip
         self.equal = self._equal_items(bounds)
         if self.equal:
@@ -267,17 +270,20 @@ class TritonPlan(Plan):
         self.part_rows = min(config.block_m, batch.max_seqlen_q * spec.group_size)
         # One allocation for all: lists of 64 and 16 bytes an entry, then states of parts.
         states = bounds.slots * spec.num_kv_heads * self.part_rows
-        lists = (bounds.items * ITEM_FIELDS, batch.num_seqs * SEQ_FIELDS)
-        if self.equal:
-            lists = (0, 0)
-        sizes = (*lists, 2 * states, spec.dv * states)
-        ends = tuple(accumulate([-(-n // 16) * 16 for n in sizes]))
-        self.workspace = torch.empty(ends[-1], dtype=torch.int32, device=batch.device)
-        self._sizes, self._starts = sizes, (0, *ends[:3])
+        items = seqs = 0
+        if not self.equal:
+            items, seqs = bounds.items * ITEM_FIELDS, batch.num_seqs * SEQ_FIELDS
+        ml = items + _round(seqs)
+        acc = ml + _round(2 * states)
+        self._sizes, self._starts = (items, seqs, 2 * states, spec.dv * states), (0, items, ml, acc)
+        total = acc + spec.dv * states
+        # Where there is nothing to keep, any tensor will do.
+        self.workspace = batch.seqlens_k
+        if total:
+            self.workspace = torch.empty(total, dtype=torch.int32, device=batch.device)
         base = self.workspace.data_ptr()
-        self.items_at, self.seqs_at, self.part_ml_at, self.part_acc_at = (
-            base + 4 * start for start in self._starts
-        )  # fmt: skip
+        self.items_at, self.seqs_at = base, base + 4 * items
+        self.part_ml_at, self.part_acc_at = base + 4 * ml, base + 4 * acc
 
     def _equal_items(self, bounds: SplitBounds) -> tuple[int, int, int, int, int] | None:
         """Rows, keys, row tiles, parts and keys per part, if they are those of every sequence.

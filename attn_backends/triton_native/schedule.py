@@ -208,10 +208,10 @@ class SplitBounds:
 
 
 def split_bounds(
-    q_lens: Sequence[int] | None, kv_lens: Sequence[int] | None, *, num_seqs: int, total_q: int,
+    q_lens: Sequence[int] | None, kv_lens: Sequence[int] | None, num_seqs: int, total_q: int,
     max_seqlen_q: int, max_seqlen_k: int, left: int | None, short_rows: int, block_m: int,
-    block_n: int, processors: int, occupancy: int, rate: float, min_chunk: int,
-    num_kv_heads: int, group: int, chunk: int, splits: int, c0: int, pad_rows: bool,
+    block_n: int, processors: int, occupancy: int, rate: float, min_chunk: int, num_kv_heads: int,
+    group: int, chunk: int, splits: int, c0: int, pad_rows: bool,
 ) -> SplitBounds:  # fmt: skip
     """Size the work list from what the host knows; exact lengths also choose the cut."""
     pad = int(pad_rows)
@@ -231,16 +231,15 @@ def split_bounds(
         items = cut + max_tiles if c0 else max(cut, max_tiles)
         return SplitBounds(items + pad, cut, chunk)
     return _exact_bounds(
-        q_lens, kv_lens, left=left, short_rows=short_rows, block_m=block_m, block_n=block_n,
-        processors=processors, occupancy=occupancy, rate=rate, min_chunk=min_chunk,
-        num_kv_heads=num_kv_heads, group=group, chunk=chunk, splits=splits, c0=c0, pad=pad,
+        q_lens, kv_lens, left, short_rows, block_m, block_n, processors, occupancy, rate, min_chunk,
+        num_kv_heads, group, chunk, splits, c0, pad,
     )  # fmt: skip
 
 
 def _exact_bounds(
-    q_lens: Sequence[int], kv_lens: Sequence[int], *, left: int | None, short_rows: int,
-    block_m: int, block_n: int, processors: int, occupancy: int, rate: float, min_chunk: int,
-    num_kv_heads: int, group: int, chunk: int, splits: int, c0: int, pad: int,
+    q_lens: Sequence[int], kv_lens: Sequence[int], left: int | None, short_rows: int, block_m: int,
+    block_n: int, processors: int, occupancy: int, rate: float, min_chunk: int, num_kv_heads: int,
+    group: int, chunk: int, splits: int, c0: int, pad: int,
 ) -> SplitBounds:  # fmt: skip
     longest_q = max(q_lens, default=0)
     uniform = longest_q == min(q_lens, default=0)
