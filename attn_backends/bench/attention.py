@@ -4,6 +4,7 @@
     python -m attn_backends.bench.attention prefill|extend|mla|host
     python -m attn_backends.bench.attention shapes        # decode at other heads, pages and dtypes
     python -m attn_backends.bench.attention invariance    # what batch_invariant=True costs
+    python -m attn_backends.bench.attention capacity      # what a plan for any lengths costs
     python -m attn_backends.bench.attention tune decode --json tuned.json
     python -m attn_backends.bench.attention configs tuned.json
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ..capacity import Capacity
 from ..triton_native.backend import TritonBackend, TritonOptions
 from .attention_cases import Case, Inputs, cases, shape_cases
 from .attention_point import measure_case, peer_ways
@@ -30,16 +32,25 @@ from .runner import Call, Found, Way, release
 MODULE = "attn_backends.bench.attention"
 
 
-def ours(x: Inputs, options: TritonOptions | None = None, *, batch_invariant: bool = False) -> Call:
-    """The ``triton`` backend on the inputs, planned once."""
+def ours(
+    x: Inputs, options: TritonOptions | None = None, *, batch_invariant: bool = False,
+    capacity: bool = False,
+) -> Call:  # fmt: skip
+    """The ``triton`` backend on the inputs, planned once: for their lengths, or any up to them."""
     spec = replace(x.spec, batch_invariant=True) if batch_invariant else x.spec
     backend = TritonBackend(spec, device=x.device, options=options)
-    plan = backend.plan(x.batch)
+    batch, most = x.batch, None
+    if capacity:
+        pages = 0 if x.table is None else x.table.shape[1]
+        most = Capacity(
+            batch.num_seqs, batch.total_q, batch.max_seqlen_q, batch.max_seqlen_k, pages
+        )
+    plan = backend.plan(batch, most)
     return lambda i: backend.run(x.q[i], x.k[i], x.v[i], plan)
 
 
 def run_case(
-    case: Case, peers: set[str] | None, rounds: int, *, plain: bool = False, cost: bool = False
+    case: Case, peers: set[str] | None, rounds: int, *, plain: bool = False, cost: str = ""
 ) -> Found:
     """Measure ``triton`` and its peers at one point.
 
@@ -48,7 +59,8 @@ def run_case(
         peers: Names of peers; None is all.
         rounds: Samples of each way.
         plain: Leave the Hopper kernel out of the process: it would heat the board for the others.
-        cost: Beside ``triton``, measure ``batch_invariant=True``.
+        cost: Beside ``triton``, measure it with ``batch_invariant=True`` (``invariance``), or
+            planned for any lengths up to these, as for a graph (``capacity``).
     """
     x = Inputs(case)
     ways = {"triton": Way(lambda: ours(x))}
@@ -56,8 +68,10 @@ def run_case(
         ways["triton-plain"] = Way(lambda: ours(x, TritonOptions(hopper=False)))
         if plain:
             del ways["triton"]
-    if cost:
+    if cost == "invariance":
         ways["triton-invariant"] = Way(lambda: ours(x, batch_invariant=True))
+    if cost == "capacity":
+        ways["triton-capacity"] = Way(lambda: ours(x, capacity=True))
     if peers is None or peers:
         ways |= peer_ways(x, peers)
     return measure_case(x, ways, rounds=rounds)
@@ -94,7 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m attn_backends.bench.attention")
     what = [
-        "decode", "prefill", "extend", "mla", "shapes", "invariance", "host", "tune", "configs",
+        "decode", "prefill", "extend", "mla", "shapes", "invariance", "capacity", "host", "tune",
+        "configs",
     ]  # fmt: skip
     parser.add_argument("what", choices=what)
     parser.add_argument("bench", nargs="*", help="tune: which benchmarks; configs: tuning files")
@@ -142,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
                 more = host_case(Inputs(case), ["triton"])
                 show_host(case, more)
             else:
-                cost = args.what == "invariance"
+                cost = args.what if args.what in ("invariance", "capacity") else ""
                 only = set(args.peer) if args.peer else None
                 if args.no_peers or cost:
                     only = set()
@@ -165,7 +180,7 @@ def _selected(what: str, args: argparse.Namespace) -> list[Case]:
     elif what == "mla":
         found = cases("mla")
     else:
-        found = cases("decode" if what == "host" else what, **changes)
+        found = cases("decode" if what in ("host", "capacity") else what, **changes)
     if args.points:
         wanted = args.points.split(",")
         found = [c for c in found if any(w in c.label for w in wanted)]
