@@ -71,6 +71,13 @@ def groups() -> dict[str, list[CheckCase]]:
         "schedule": [
             c("static", LONG, variant={"dynamic": False}),
             c("snake", LONG, variant={"dynamic": False, "snake": True}),
+            c("in turn", LONG, variant={"turns": True}),
+            c("held", UNEQUAL, variant={"held": 64, "turns": True}),
+            c("held, one slot", LONG, variant={"held": 64, "turns": True, "q_stages": 1}),
+            c("held full", LONG, causal=False, variant={"held": 64, "turns": True}),
+            c("held steep", LONG, scale=1.0, variant={"held": 64, "turns": True}),
+            c("held window", LONG, window=(300, 0), variant={"held": 64, "turns": True}),
+            c("held p16", LONG, page_size=16, variant={"held": 64, "turns": True}),
             c("one slot of queries", LONG, variant={"q_stages": 1}),
             c("one slot of queries ragged", variant={"q_stages": 1}),
         ],

@@ -117,6 +117,8 @@ def variants(point: Point) -> dict[str, Any]:
 
     dense = point.page_size is None
     out = {"chosen": chosen, "dyn": of()}
+    if dim == 128:
+        out |= {"turns": of(turns=True), "held": of(held=64, turns=True)}
     if point.causal:
         out["snake"] = of(dynamic=False, snake=True)
     if q_stages > 1:

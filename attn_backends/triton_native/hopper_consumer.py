@@ -19,11 +19,13 @@ from .hopper_parts import (
     LOG2E,
     RING,
     RING_FIELDS,
+    TURN,
     V_EMPTY,
     advance,
     come,
     first_key,
     key_tiles,
+    meet,
     rows_layout,
 )
 
@@ -44,12 +46,26 @@ def _release_queries(shared, stage, last, C):
 
 
 @gluon.jit
-def _issue_scores(shared, q_slot, stage, C):
+def _held_queries(shared, q_slot, C):
+    """The lanes of the queries that stay in registers, or 0."""
+    held = 0
+    if C.HELD > 0:
+        q = shared.q.index(q_slot).reshape([64, C.D])
+        held = q.slice(0, C.HELD, 1).load(C.Q_LAYOUT)
+    return held
+
+
+@gluon.jit
+def _issue_scores(shared, held, q_slot, stage, C):
     """Start S = Q K^T of the tile in a slot."""
     q = shared.q.index(q_slot).reshape([64, C.D])
     k = shared.k.index(stage).reshape([C.BLOCK_N, C.D]).permute((1, 0))
     zero = gl.zeros([64, C.BLOCK_N], gl.float32, C.S_LAYOUT)
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)  # [64, BLOCK_N]
+    q_rest = q.slice(C.HELD, C.D - C.HELD, 1)
+    k_rest = k.slice(C.HELD, C.D - C.HELD, 0)
+    s = warpgroup_mma(q_rest, k_rest, zero, use_acc=False, is_async=True)  # [64, BLOCK_N]
+    if C.HELD > 0:
+        s = warpgroup_mma(held, k.slice(0, C.HELD, 0), s, is_async=True)
     if C.D1 > 0:
         q1 = shared.q1.index(q_slot).reshape([64, C.D1])
         k1 = shared.k1.index(stage).reshape([C.BLOCK_N, C.D1]).permute((1, 0))
@@ -192,7 +208,8 @@ def _attend(
     tile = end - 1
     mbarrier.wait(shared.k_full.index(k_stage), k_phase)
     _see_copies(C)
-    s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, q_slot, k_stage, C),))
+    held = _held_queries(shared, q_slot, C)
+    s = warpgroup_mma_wait(0, deps=(_issue_scores(shared, held, q_slot, k_stage, C),))
     come(K_EMPTY + k_stage, C.SLOT_THREADS)
     _release_queries(shared, q_stage, tile == low, C)
     k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
@@ -211,13 +228,17 @@ def _attend(
 
     while tile > low:
         tile -= 1
+        if C.TURNS:
+            meet(TURN + wg, 256)
         _see_copies(C)
-        s_token = _issue_scores(shared, q_slot, k_stage, C)
+        s_token = _issue_scores(shared, held, q_slot, k_stage, C)
         mbarrier.wait(shared.v_full.index(v_stage), v_phase)
         _see_copies(C)
         v = shared.v.index(v_stage).reshape([C.BLOCK_N, C.DV])
         o_token = warpgroup_mma(p, v, acc, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s_token,))
+        if C.TURNS:
+            come(TURN + 1 - wg, 256)
         come(K_EMPTY + k_stage, C.SLOT_THREADS)
         _release_queries(shared, q_stage, tile == low, C)
         k_stage, k_phase = advance(k_stage, k_phase, C.STAGES)
@@ -312,6 +333,9 @@ def consume(
     softcap_out, stride_ot, stride_oh, stride_lt, stride_lh, left, right_end, group,
 ):  # fmt: skip
     """A consumer warpgroup: 64 rows of every tile that the producer announces."""
+    if C.TURNS:
+        if wg == 1:
+            come(TURN, 256)
     ring = 0
     ring_phase = 0
     q_stage = 0

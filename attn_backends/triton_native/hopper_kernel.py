@@ -10,9 +10,10 @@ scores, c the scale in log2 units, and keys visited from the last tile to the fi
 
 The product of P and V of one step runs on the tensor cores while the next step's softmax runs
 beside it. What keeps ptxas from hoisting the wait for it above the exponentials is the branch of
-the wait for the next key tile, in their middle: do not move it. What limits the speed is how long
-the softmax of a tile takes one warpgroup, since two of them hide each other's only in part: so
-maxima are taken in many chains, and sums and conversions stand between exponentials.
+the wait for the next key tile, in their middle: do not move it. Each consumer's softmax is kept short
+besides: maxima are taken in many chains, and sums and conversions stand between
+exponentials. Consumers may start their products in turn, so that one's softmax runs beside the
+other's products, and keep half of the queries in registers, which spares shared memory.
 
 Masks sit behind a run-time branch, so that one loop serves tiles with and without them. Values past
 the last key are zeroed in shared memory, since a probability of 0 times NaN is NaN.
@@ -46,12 +47,12 @@ def _hopper_prefill_kernel(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PACK: gl.constexpr, PAGE_SIZE: gl.constexpr, GATHER: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HELD: gl.constexpr, TURNS: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     C = Config(
         D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, HELD, TURNS,
     )  # fmt: skip
     dtype: gl.constexpr = q.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.TOKENS, PACK, D], dtype)

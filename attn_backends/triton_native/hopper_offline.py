@@ -87,6 +87,7 @@ _SINGLE = {"consumers": 1, "block_n": 64, "stages": 2}
 CASES = {
     "d64": _case(64),
     "d128": _case(128),
+    "d128-turns": _case(128, {"held": 64, "turns": True}),
     "d192": _case(192, head_dim_v=128),
     "d256": _case(256),
     "d128-full": _case(128, causal=False),

@@ -16,6 +16,7 @@ HANDED_OUT = gl.constexpr(2)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2E = gl.constexpr(1.4426950408889634)
 # Named barriers; Triton itself takes the low ones.
+TURN = gl.constexpr(6)
 K_EMPTY = gl.constexpr(8)
 V_EMPTY = gl.constexpr(12)
 
@@ -61,9 +62,12 @@ class Config:
     HAS_RIGHT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
     HAS_SINKS: gl.constexpr
+    HELD: gl.constexpr  # lanes of queries that consumers keep in registers
+    TURNS: gl.constexpr  # consumers start their products in turn
     TOKENS: gl.constexpr  # query tokens per consumer warpgroup
     PRODUCER_WARPS: gl.constexpr
     SLOT_THREADS: gl.constexpr  # threads that meet where a slot is given back
+    Q_LAYOUT: gl.constexpr
     S_LAYOUT: gl.constexpr
     O_LAYOUT: gl.constexpr
     P_LAYOUT: gl.constexpr
@@ -71,7 +75,7 @@ class Config:
     @gluon.constexpr_function
     def __init__(
         self, D, D1, DV, BLOCK_N, STAGES, Q_STAGES, CONSUMERS, PACK, PAGE_SIZE, GATHER,
-        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS,
+        HAS_LEFT, HAS_RIGHT, HAS_SOFTCAP, HAS_SINKS, HELD, TURNS,
     ):  # fmt: skip
         self.D = gl.constexpr(D)
         self.D1 = gl.constexpr(D1)
@@ -87,11 +91,15 @@ class Config:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         self.HAS_SINKS = gl.constexpr(HAS_SINKS)
+        self.HELD = gl.constexpr(HELD)
+        self.TURNS = gl.constexpr(TURNS)
         self.TOKENS = gl.constexpr(64 // PACK)
         producer_warps = 4 if GATHER else 1
         self.PRODUCER_WARPS = gl.constexpr(producer_warps)
         self.SLOT_THREADS = gl.constexpr(128 * CONSUMERS + 32 * producer_warps)
-        self.S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+        s_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+        self.Q_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, s_layout, 2))
+        self.S_LAYOUT = gl.constexpr(s_layout)
         o_layout = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         self.O_LAYOUT = gl.constexpr(o_layout)
         self.P_LAYOUT = gl.constexpr(gl.DotOperandLayout(0, o_layout, 2))
@@ -192,6 +200,7 @@ __all__ = [
     "RING",
     "RING_FIELDS",
     "Shared",
+    "TURN",
     "V_EMPTY",
     "WORK_FIELDS",
     "WORK_HEADER",

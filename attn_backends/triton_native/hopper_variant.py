@@ -26,6 +26,8 @@ class Variant:
         pack: Query heads of one KV head that share a tile, padded to a power of two; 1 is off.
         dynamic: Tiles are handed out by a counter instead of in fixed turns.
         snake: In fixed turns, every second turn runs backwards.
+        held: Lanes of queries that consumers keep in registers, and spare shared memory reading.
+        turns: The two consumers start their products in turn.
         head_group: Heads that finish together; 0 is all. Fewer share K and V in the L2 cache.
     """
 
@@ -37,6 +39,8 @@ class Variant:
     dynamic: bool = True
     snake: bool = False
     head_group: int = 0
+    held: int = 0
+    turns: bool = False
 
     @property
     def tile(self) -> int:
@@ -146,6 +150,9 @@ def choose_variant(
         return replace(variant, **single)
     if head_dim == 128 and variant.pack == 1 and 0 < max_seqlen_k <= SHORT_KEYS:
         return replace(variant, **single)
+    if head_dim == 128 and variant.pack == 1 and not paged:
+        # 2 % at 1 x 16384, less on short sequences; pages leave consumers fewer registers.
+        variant = replace(variant, held=64, turns=True)
     if causal and tiles * heads <= 2 * num_sms:
         # Each program has two tiles: the longest should go with the shortest.
         return replace(variant, dynamic=False, snake=True)
@@ -200,6 +207,8 @@ def compile_arguments(
         "HAS_RIGHT": right is not None,
         "HAS_SOFTCAP": softcap is not None,
         "HAS_SINKS": sinks,
+        "HELD": variant.held,
+        "TURNS": variant.turns,
         "CONSUMER_REGS": consumer,
         "PRODUCER_REGS": producer,
     }
