@@ -10,10 +10,10 @@ scores, c the scale in log2 units, and keys visited from the last tile to the fi
 
 The product of P and V of one step runs on the tensor cores while the next step's softmax runs
 beside it. What keeps ptxas from hoisting the wait for it above the exponentials is the branch of
-the wait for the next key tile, in their middle: do not move it. Each consumer's softmax is kept short
-besides: maxima are taken in many chains, and sums and conversions stand between
-exponentials. Consumers may start their products in turn, so that one's softmax runs beside the
-other's products, and keep half of the queries in registers, which spares shared memory.
+the wait for the next key tile, in their middle: do not move it. Each consumer's softmax is kept
+short besides: maxima are taken in many chains, and sums and conversions stand between exponentials.
+Consumers may start their products in turn, so that one's softmax runs beside the other's products,
+and keep half of the queries in registers, which spares shared memory.
 
 Masks sit behind a run-time branch, so that one loop serves tiles with and without them. Values past
 the last key are zeroed in shared memory, since a probability of 0 times NaN is NaN.
