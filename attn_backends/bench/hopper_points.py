@@ -88,7 +88,7 @@ def points(which: str) -> list[Point]:
 SETS = ("causal", "full", "mix", "d64", "d256", "d192", "paged", "odd", "extend")
 ALL_SETS = (*SETS, "choice")
 #: Sets that one process measures; processes take turns, the first aims first.
-PROCESSES = (("causal", "paged", "extend", "d64", "d256", "d192", "odd", "full", "mix"),
+PROCESSES = (("causal", "full", "mix", "d64", "d256", "odd", "paged", "extend", "d192"),
              ("choice",))  # fmt: skip
 
 
