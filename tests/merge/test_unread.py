@@ -124,8 +124,10 @@ def test_a_state_below_its_sinks_is_not_read(reads, make_state):
 
 @pytest.mark.parametrize(
     "form, n",  # a sequence of more than eight is stacked first, which reads it
-    [("stacked", 3), ("stacked", 8), ("stacked", 19), ("separate", 3), ("separate", 8)]
-    + [("counted", 3), ("counted", 8), ("counted", 19)],
+    [
+        *[("stacked", 3), ("stacked", 8), ("stacked", 19), ("separate", 3), ("separate", 8)],
+        *[("counted", 3), ("counted", 8), ("counted", 19)],
+    ],
 )
 def test_states_without_weight_are_not_read(reads, make_state, form, n):
     states = [make_state(5, 3, 64, torch.float16, seed=i) for i in range(n)]
