@@ -43,14 +43,23 @@ class Kernel(NamedTuple):
         return found[0], self.narrow(found[1])
 
 
-def straight(
-    padded: Padded,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    kernel: Kernel,
-    found: tuple[torch.Tensor, torch.Tensor],
-) -> Attend | None:
+class Found(NamedTuple):
+    """A kernel on tensors that it took as they came, and what it gave.
+
+    Attributes:
+        kernel: The kernel.
+        views: Query, key and value as ``Padded`` gave them.
+        o: ``[n, H, L, DV]``.
+        lse: ``[n, H, L]``.
+    """
+
+    kernel: Kernel
+    views: tuple[torch.Tensor, ...]
+    o: torch.Tensor
+    lse: torch.Tensor
+
+
+def straight(padded: Padded, found: Found) -> Attend | None:
     """Attend to tensors laid out like these, with views in place of all copies that can be spared.
 
     What cannot be spared is a copy of the pages of K and V, and one of the LSE, whose rows
@@ -58,29 +67,24 @@ def straight(
 
     Args:
         padded: Sequences of a batch.
-        q: ``[T, H, D]`` on any strides.
-        k: Keys, ragged or paged.
-        v: Values.
-        kernel: Runs on the views.
-        found: What it gave for these tensors; its outputs have the same layout every time.
+        found: A run of the kernel on them; its outputs have the same layout every time.
 
     Returns:
         What attends; None if there is more to do than views: lengths or keys to be gathered, rows
         at no multiples of 16 bytes.
     """
-    pages = padded.pages
+    pages, views = padded.pages, found.views
     if not padded.whole or not (padded.dense_views or pages is not None):
         return None
-    views = (padded.queries(q), padded.keys(k), padded.keys(v))
     if any(aligned(x) is not x for x in views):
         return None
     shape_q, shape_k, shape_v = (tuple(x.shape) for x in views)
     stride_q, stride_k, stride_v = (x.stride() for x in views)
     first = 0 if pages is None else pages.start  # keys start somewhere in pages taken whole
     start_k, start_v = first * stride_k[2], first * stride_v[2]
-    function, named, heads_each, _ = kernel
-    rows_o, apart_o, new_o = rows_of(found[0])
-    rows_lse, apart_lse, new_lse = rows_of(found[1])
+    function, named, heads_each, _ = found.kernel
+    rows_o, apart_o, new_o = rows_of(found.o)
+    rows_lse, apart_lse, new_lse = rows_of(found.lse)
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None = None
@@ -119,4 +123,4 @@ def rows_of(x: torch.Tensor) -> tuple[Layout, Layout, Callable[[], torch.Tensor]
     return (rows, joined), (shape, stride), new
 
 
-__all__ = ["Kernel", "straight"]
+__all__ = ["Found", "Kernel", "straight"]

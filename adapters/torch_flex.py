@@ -27,7 +27,7 @@ from ..spec import FP8_DTYPES, AttentionSpec
 from .adapter import AdapterBackend, AdapterPlan
 from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
 from .padded import Padded, mask_starts
-from .straight import Kernel, straight
+from .straight import Found, Kernel, straight
 
 Mod = Callable[..., torch.Tensor]
 
@@ -201,9 +201,8 @@ class TorchFlexBackend(AdapterBackend):
             result = restore(o.to(spec.out_dtype), lse.float(), plan.work, q.shape[0], out)
         if rows is q and v is not None and all(x is None for x in extras):
             kernel = self._kernel(fast, q, arguments)
-            learned = straight(
-                padded, q, k, v, kernel, (found[0].to(spec.out_dtype), found[1].float())
-            )
+            outputs = found[0].to(spec.out_dtype), found[1].float()
+            learned = straight(padded, Found(kernel, tensors, *outputs))
             if learned is not None:
                 plan.learn(q, k, v, extras, out, lambda extras: learned)
         return result

@@ -32,7 +32,7 @@ from .adapter import AdapterBackend, AdapterPlan
 from .arrange import arrange, no_keys, restore, take_rows, with_host_lengths
 from .flash_build import kernel_query, kernel_scale, round_up
 from .padded import Padded, kept_keys, mask_starts
-from .straight import Kernel, straight
+from .straight import Found, Kernel, straight
 from .tensors import aligned, widen
 
 #: The operators, which are private, by kernel.
@@ -43,9 +43,6 @@ OPERATORS = {
     "cpu": "_scaled_dot_product_flash_attention_for_cpu",
 }
 _WITHOUT_BIAS = ("flash", "cudnn")
-
-#: A kernel, and its ``(o [n, H, L, DV], lse [n, H, L])``.
-Found = tuple[Kernel, tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchSdpaOptions(BackendOptions):
@@ -205,7 +202,7 @@ class TorchSdpaBackend(AdapterBackend):
                 o, lse, found = attend(spec, plan.groups[0], rows, k, values, extras)
                 result = restore(o, lse, work, q.shape[0], out)
                 if rows is q and v is not None and found is not None:
-                    learned = straight(plan.groups[0].padded, q, k, v, *found)
+                    learned = straight(plan.groups[0].padded, found)
                     if learned is not None:
                         plan.learn(q, k, v, extras, out, lambda extras: learned)
                 return result
@@ -231,7 +228,8 @@ def attend(
     The last is None if there was more to do than the kernel does, with these extras or with any.
     """
     padded, kernel = group.padded, group.kernel
-    query, key, value = padded.queries(q), padded.keys(k), padded.keys(v)
+    views = padded.queries(q), padded.keys(k), padded.keys(v)
+    query, key, value = views
     visible = group.bounds
     if extras.mask is not None and group.starts is not None:
         mine = padded.mask(extras.mask, group.starts)[:, None]  # [n, 1, q_len, kv_len]
@@ -259,9 +257,10 @@ def attend(
         return o[..., : spec.dv], lse, None
     wide_o, lse = call(query, key, value)
     o = wide_o[..., : spec.dv].to(q.dtype)
-    as_given = (width, value_width) == (spec.head_dim, spec.dv) and wide_o.dtype == q.dtype
-    as_given = as_given and extras.alibi_slopes is None
-    found = (call, (wide_o, lse)) if as_given else None
+    found = None
+    as_given = all(x is view for x, view in zip((query, key, value), views))
+    if as_given and extras.alibi_slopes is None:
+        found = Found(call, views, o, lse)
     if extras.mask is not None and visible is not None:
         empty = ~visible.any(dim=-1)  # [n, 1, q_len]
         o = o.masked_fill(empty[..., None], 0)
