@@ -11,12 +11,12 @@
 //
 // - A thread owns one vector of 16 bytes per row and computes that row's weights by itself: sixteen
 //   threads that read one LSE cost less than a barrier between weights and vectors.
-// - A block owns whole rows, of which one thread each writes the merged LSE after a barrier, so
-//   that an LSE may be merged in place; and a thread writes exactly the vectors it read, so that an
-//   output may be.
+// - A block owns whole rows. One thread each merges their LSEs once more and writes them, so that
+//   few threads take the time of a logarithm: while outputs are on their way, or after a barrier
+//   where an LSE is merged in place. A thread writes exactly the vectors it read, so that an output
+//   may be merged in place too.
 // - An output of weight 0 is not read: LSEs come first, and what they give no weight is left alone.
-//   To know that takes one comparison, before any exponential; the logarithm of the merged LSE
-//   comes last, when outputs are on their way.
+//   To know that takes one comparison, before any exponential.
 // - With PDL the kernel may be launched while the one ahead of it still runs; it waits for that one
 //   with all addresses at hand, and lets the next one come as early. With FETCH, blocks that wait
 //   bring to L2 what the LSEs call for that lie there at the time, and AHEAD LSEs for later blocks;
@@ -302,7 +302,7 @@ struct Pair {
 };
 
 // Weights of both sides, 1 / (1 + e) for the larger LSE and e / (1 + e) for the other, and what the
-// merged LSE is made of: its logarithm comes last, off the way to the output.
+// merged LSE is made of.
 struct Merged {
   float w_a, w_b, base, total;
 
@@ -396,6 +396,17 @@ __device__ __forceinline__ void fetch_ahead(const Pair& p, const PairRows& rows)
 #endif
 }
 
+// The merged LSEs of a block: a thread each, so that few take the time of a logarithm.
+__device__ __forceinline__ void merge_pair_lses(const Pair& p, const PairRows& rows) {
+  for (u32 r = threadIdx.x; r < PairRows::SIZE; r += THREADS) {
+    const PairRow at(p, rows, r, true);
+    if (!at.valid) continue;
+    const float a = at.has_a ? no_keys(load_lse(at.lse_a(p))) : -INF;
+    const float b = no_keys(load_lse(at.lse_b(p)));
+    p.lse[row_offset(at.row, at.token, at.head, p.s_lse, 1)] = merge_lses(a, b).lse();
+  }
+}
+
 __device__ __forceinline__ void merge_pair_rows(Pair& p, const PairRows& rows, const float* scale) {
   const int tid = threadIdx.x;
 #pragma unroll 1
@@ -405,7 +416,6 @@ __device__ __forceinline__ void merge_pair_rows(Pair& p, const PairRows& rows, c
     const bool inside = VECTORS <= THREADS ? first < PASS_ROWS : base + tid < VECTORS;
     Vec v_a[UNROLL], v_b[UNROLL];
     float a[UNROLL], b[UNROLL];
-    Merged m[UNROLL];
     bool valid[UNROLL], has_a[UNROLL];
     const float *lse_a[UNROLL], *lse_b[UNROLL];
     const char *o_a[UNROLL], *o_b[UNROLL];
@@ -440,37 +450,33 @@ __device__ __forceinline__ void merge_pair_rows(Pair& p, const PairRows& rows, c
       if (weighs(a[k], b[k])) v_a[k] = load_vec(o_a[k]);
       if (HAS_B && weighs(b[k], a[k])) v_b[k] = load_vec(o_b[k]);
     }
+#if !IN_PLACE
+    if (base + THREADS >= VECTORS) merge_pair_lses(p, rows);  // while outputs are on their way
+#endif
 #pragma unroll
     for (int k = 0; k < UNROLL; ++k) {
       if (!valid[k]) continue;
-      m[k] = merge_lses(a[k], b[k]);  // by every thread: a branch would take longer
-      if (m[k].w_a == 0.f) v_a[k] = Vec{0, 0, 0, 0};
-      if (m[k].w_b == 0.f) v_b[k] = Vec{0, 0, 0, 0};
+      const Merged m = merge_lses(a[k], b[k]);  // by every thread: a branch would take longer
+      if (m.w_a == 0.f) v_a[k] = Vec{0, 0, 0, 0};
+      if (m.w_b == 0.f) v_b[k] = Vec{0, 0, 0, 0};
       float f_a[WIDTH], f_b[WIDTH];
       unpack(v_a[k], f_a);
       unpack(v_b[k], f_b);
 #pragma unroll
       for (int i = 0; i < WIDTH; ++i) {
         // No fused multiply-add: the two sides then commute bit for bit.
-        f_a[i] = __fadd_rn(__fmul_rn(m[k].w_a, f_a[i]), __fmul_rn(m[k].w_b, f_b[i]));
+        f_a[i] = __fadd_rn(__fmul_rn(m.w_a, f_a[i]), __fmul_rn(m.w_b, f_b[i]));
 #if OUT_TYPE == 3
         f_a[i] = __fdiv_rn(f_a[i], p.scale);
 #endif
       }
       store_vec(p.o + out[k] * OUT_BYTES, f_a);
     }
-    if (base + THREADS < VECTORS) continue;
-    // Last, since an LSE may be merged in place and every thread of the row has read it.
-#if IN_PLACE
-    __syncthreads();
-#endif
-#pragma unroll
-    for (int k = 0; k < UNROLL; ++k) {
-      const PairRow at(p, rows, first + k * PASS_ROWS, first < PASS_ROWS);
-      if (at.valid && (VECTORS <= THREADS ? tid % VECTORS : tid) == 0)
-        p.lse[row_offset(at.row, at.token, at.head, p.s_lse, 1)] = m[k].lse();
-    }
   }
+#if IN_PLACE
+  __syncthreads();  // every thread of a row has read its LSEs
+  merge_pair_lses(p, rows);
+#endif
 }
 
 #if STRIDED
