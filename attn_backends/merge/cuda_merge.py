@@ -90,7 +90,7 @@ def pair_macros(
     return {
         "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
         "PDL": int(pdl), "FETCH": int(pdl and tuning.fetch),
-        "AHEAD": int(tuning.ahead and not tile_tokens),
+        "AHEAD": int(tuning.ahead),
         "RESIDENT": max(1, resident // (threads * tuning.unroll)),
     }  # fmt: skip
 

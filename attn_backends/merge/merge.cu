@@ -385,14 +385,19 @@ __device__ __forceinline__ void fetch_pair_rows(const Pair& p, const PairRows& r
 #endif
 }
 
-// Have the LSEs of a block yet to come brought to L2, so that its weights are known the sooner.
-__device__ __forceinline__ void fetch_ahead(const Pair& p, const PairRows& rows) {
-#if AHEAD && !STRIDED
-  const u32 row = rows.first + RESIDENT * PairRows::SIZE;
-  if (threadIdx.x == 0 && row < p.num_tokens * p.num_heads) {
-    fetch(p.lse_a + row);
-    fetch(p.lse_b + row);
-  }
+// Have the LSEs of a block yet to come brought to L2, so that its weights are known the sooner: one
+// line, or a sector of each head where they run along tokens.
+__device__ __forceinline__ void fetch_ahead(const Pair& p) {
+#if AHEAD
+#if TILE_TOKENS
+  constexpr u32 PIECES = PairRows::HEADS;
+#else
+  constexpr u32 PIECES = 1;
+#endif
+  if (threadIdx.x >= PIECES) return;
+  const PairRows later(blockIdx.x + RESIDENT, p.num_tokens, p.num_heads);
+  const PairRow at(p, later, threadIdx.x, true);
+  if (at.valid) fetch(at.lse_a(p)), fetch(at.lse_b(p));
 #endif
 }
 
@@ -500,7 +505,7 @@ merge_pair(const char* o_a, const float* lse_a, const char* o_b, const float* ls
   Pair p{o_a, lse_a, o_b, lse_b, o, lse, (u32)num_tokens, (u32)num_heads,
          (u32)(num_prefix < 0 ? num_tokens : num_prefix), (float)scale STRIDE_ARGS};
   const PairRows rows(blockIdx.x, p.num_tokens, p.num_heads);
-  fetch_ahead(p, rows);
+  fetch_ahead(p);
 #if FETCH
   if (blockIdx.x < RESIDENT) fetch_pair_rows(p, rows);
 #endif
