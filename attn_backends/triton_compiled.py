@@ -7,6 +7,7 @@ driver is asked, and where it does not agree with the kernel's signature, Triton
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from itertools import chain, compress
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class Form(NamedTuple):
         Args:
             values: By argument; a tuple for a tensor map.
         """
-        taken = compress(values, self.kept)
+        taken: Iterable[Any] = compress(values, self.kept)
         if len(self.formats) - self.scratch > len(self.widths):
             taken = chain.from_iterable(
                 x if width > 1 else (x,) for x, width in zip(taken, self.widths)
@@ -120,8 +121,9 @@ def form_of(compiled: Any) -> Form | None:
         return None
     if not plain:
         return None
-    parts = [format_of(kind) for kind in signature if kind != "constexpr"]
-    if None in parts:
+    kinds = [kind for kind in signature if kind != "constexpr"]
+    parts = [part for kind in kinds if (part := format_of(kind)) is not None]
+    if len(parts) < len(kinds):
         return None
     formats = "".join(parts)
     known = driver.parameters(function)
