@@ -228,8 +228,9 @@ def prefill_config(
     key = (arch, small, d, dv, q_bytes, kv_bytes)
     if key in measured.PREFILL and not has_mask:
         config = PrefillConfig(*measured.PREFILL[key])
-        if paged and config.registers:  # one program a multiprocessor, deeper pipelined
-            config = replace(config, stages=config.stages + 1, registers=0)
+        if paged and config.registers:
+            # One program a multiprocessor, deeper pipelined; fused exponents are slower then.
+            config = replace(config, stages=config.stages + 1, registers=0, fuse=False)
         return config
     widest = max(d, dv)
     if widest > 256:

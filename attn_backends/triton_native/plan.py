@@ -39,7 +39,7 @@ SHORT_ROWS = 64
 #: The same while the prefill kernel would leave most multiprocessors without work.
 SHORT_ROWS_IDLE = 1024
 #: Keys up to which the prefill kernel takes its small tiles: masks on the diagonal waste less of
-#: them. At 1024 the large ones win (prefill-textbook.json); below nothing was measured.
+#: them. At 1024 the large ones win (prefill-forms.json); below nothing was measured.
 SHORT_KEYS = 512
 #: Bytes of keys and values that a program reads alone in a microsecond, measured on an H200.
 PROGRAM_BYTES = 25_600
