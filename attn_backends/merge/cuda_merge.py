@@ -1,4 +1,4 @@
-"""The CUDA path: which kernel of ``merge.cu`` a call needs, and its arguments.
+"""The CUDA path: which kernel of ``pair.cu`` or ``many.cu`` a call needs, and its arguments.
 
 A kernel is specialised for dtypes, head dim and layout class. What a layout fixes, grid and
 strides included, is prepared once; a launch passes pointers.
@@ -16,7 +16,7 @@ import torch
 from .. import driver
 from . import nvrtc
 
-SOURCE = Path(__file__).with_name("merge.cu")
+SOURCES = {f"merge_{name}": Path(__file__).with_name(f"{name}.cu") for name in ("pair", "many")}
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float8_e4m3fn: 3}
 TILE_TOKENS = 8  # one 32-byte sector of a token-major LSE
 
@@ -60,7 +60,7 @@ PDL_DRIVER = 12030  # first that captures it into graphs
 def macros(
     dtype: torch.dtype, out_dtype: torch.dtype, head_dim: int, **more: int
 ) -> dict[str, int]:
-    """Macros that every kernel of ``merge.cu`` needs, and ``more``."""
+    """Macros that every kernel of ``rows.cuh`` needs, and ``more``."""
     base = {
         "IN_TYPE": TYPE_CODES[dtype],
         "OUT_TYPE": TYPE_CODES[out_dtype],
@@ -88,7 +88,7 @@ def pair_macros(
     """
     rows, threads = block(vectors, tuning.pair_threads(size), tile_tokens)
     return {
-        "MANY": 0, "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
+        "THREADS": threads, "PASS_ROWS": rows, "UNROLL": tuning.unroll,
         "PDL": int(pdl), "FETCH": int(pdl and tuning.fetch),
         "AHEAD": int(tuning.ahead),
         "RESIDENT": max(1, resident // (threads * tuning.unroll)),
@@ -108,7 +108,7 @@ def many_macros(
     aim = min(max(tuning.threads // split, vectors, 32), most)
     rows, threads = block(vectors, aim, tile_tokens, most)
     return {
-        "MANY": 1, "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
+        "THREADS": threads * split, "PASS_ROWS": rows, "SPLIT": split,
         "BATCH": batch, "SHORT": int(states <= batch * split),
         "FULL": int(states == batch * split and not counted), "PDL": int(pdl),
         "FETCH": int(pdl and tuning.fetch),
@@ -346,7 +346,7 @@ class _Launches:
         index = self._index
         if launch is None:
             defines = {**self._defines, "IN_PLACE": int(in_place)}
-            function, kernel = nvrtc.load_kernel(SOURCE, index, self._name, defines)
+            function, kernel = nvrtc.load_kernel(SOURCES[self._name], index, self._name, defines)
             launch = self._found[in_place, changing] = driver.Launch(
                 function, (self._grid, 1, 1), defines["THREADS"],
                 self._formats + "q" * len(self._strides), (*args, *fixed, *self._strides),
@@ -390,7 +390,7 @@ def _strides(x: torch.Tensor | None, fresh: tuple[int, int]) -> tuple[int, int]:
 
 
 def _grid(tokens: int, heads: int, rows: int, tile_tokens: int) -> int:
-    """Blocks that cover all rows; mirrors ``Tile`` in merge.cu."""
+    """Blocks that cover all rows; mirrors ``Tile`` in rows.cuh."""
     if not tile_tokens:
         return -(-tokens * heads // rows)
     tile = min(tile_tokens, rows)

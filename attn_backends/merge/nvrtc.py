@@ -6,6 +6,7 @@ NVRTC compiles (no toolkit needed), cuda.core loads. A kernel is compiled on fir
 
 from __future__ import annotations
 
+import re
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -74,6 +75,16 @@ def device_reasons(device: torch.device) -> tuple[Reason, ...]:
     return tuple(reasons)
 
 
+def text_of(source: Path) -> str:
+    """A CUDA source with the files of its folder that it includes: the cache goes by the text."""
+    return re.sub(
+        r'^#include "(.+)"$',
+        lambda found: source.with_name(found[1]).read_text(),
+        source.read_text(),
+        flags=re.MULTILINE,
+    )
+
+
 def compile_cubin(source: Path, arch: str, defines: dict[str, int], logs: Any = None) -> Any:
     """Compile a CUDA source for ``arch`` (as ``"sm_90"``); needs no GPU.
 
@@ -93,7 +104,7 @@ def compile_cubin(source: Path, arch: str, defines: dict[str, int], logs: Any = 
         define_macro=[(name, str(value)) for name, value in sorted(defines.items())],
         ptxas_options=None if logs is None else ["-v"],
     )
-    program = core.Program(source.read_text(), "c++", options)
+    program = core.Program(text_of(source), "c++", options)
     if logs is not None:
         return program.compile("cubin", logs=logs)
     cache = _disk_cache()

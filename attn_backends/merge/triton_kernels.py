@@ -51,13 +51,13 @@ def _offsets(rows, num_heads, width, stride_t, stride_h, STRIDED: tl.constexpr):
 
 @triton.jit
 def _weighs(lse, other):
-    """Whether a state has any weight beside another: told without exp, as merge.cu does."""
+    """Whether a state has any weight beside another: told without exp, as rows.cuh does."""
     return (lse != float("-inf")) & ~(other - lse > NO_WEIGHT)
 
 
 @triton.jit
 def _fetch_lines(a, b):
-    """Have two lines brought to L2 by one thread; no read, see merge.cu."""
+    """Have two lines brought to L2 by one thread; no read, see rows.cuh."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred first;

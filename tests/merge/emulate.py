@@ -1,4 +1,4 @@
-"""Run ``merge.cu`` on a CPU: the same source, with its hardware section in plain C++.
+"""Run the CUDA merge on a CPU: the same sources, with their hardware section in plain C++.
 
 Each thread of a block is a coroutine; a barrier gives control back, and a block whose threads do
 not all reach a barrier is an error. One block runs at a time. Loaded by ``test_emulated.py``.
@@ -244,11 +244,11 @@ def install(monkeypatch: Any, folder: Path) -> None:
 
 def build(source: Path, name: str, defines: dict[str, int], stem: Path) -> Path:
     """Compile one specialisation as a shared library."""
-    text = source.read_text()
+    text = nvrtc.text_of(source)
     start = text.index("// ---- hardware")
     end = text.index("// ---- vectors")
     text = PRELUDE + text[:start] + HARDWARE + text[end:]
-    text += ENTRY.format(name=name, args=", ".join(arguments(defines)))
+    text += ENTRY.format(name=name, args=", ".join(arguments(name, defines)))
     file = stem.with_suffix(".cpp")
     file.write_text(text)
     library = stem.with_suffix(".so")
@@ -261,10 +261,10 @@ def build(source: Path, name: str, defines: dict[str, int], stem: Path) -> Path:
     return library
 
 
-def arguments(defines: dict[str, int]) -> list[str]:
+def arguments(name: str, defines: dict[str, int]) -> list[str]:
     """C++ expressions that turn 64-bit words back into a kernel's arguments."""
     pointer, number = "({})a[{}]", "a[{}]"
-    if not defines["MANY"]:
+    if name == "merge_pair":
         kinds = ["const char*", "const float*", "const char*", "const float*", "char*", "float*"]
         kinds += ["", "", "", "const float*", "double"] + [""] * (12 * defines["STRIDED"])
     else:

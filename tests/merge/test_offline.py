@@ -44,6 +44,10 @@ VARIANTS = {
 }  # fmt: skip
 
 
+def source_of(name: str) -> Path:
+    return cuda_merge.SOURCES["merge_pair" if name.startswith("pair") else "merge_many"]
+
+
 def defines_of(arch: str, name: str, unroll: int = 1) -> dict[str, int]:
     dtype, out_dtype, dim, more, states, size = VARIANTS[name]
     tile, vectors = more.get("TILE_TOKENS", 0), dim * dtype.itemsize // 16
@@ -63,7 +67,7 @@ def defines_of(arch: str, name: str, unroll: int = 1) -> dict[str, int]:
 def compile_log(arch: str, name: str, unroll: int = 1) -> str:
     log = io.StringIO()
     defines = defines_of(arch, name, unroll)
-    assert nvrtc.compile_cubin(cuda_merge.SOURCE, arch, defines, logs=log).code
+    assert nvrtc.compile_cubin(source_of(name), arch, defines, logs=log).code
     return log.getvalue()
 
 
@@ -90,7 +94,7 @@ def test_cuda_kernels_move_whole_vectors_and_read_past_coherence_where_they_may(
     for name in ("pair-bf16-small", "pair-bf16-large", "many-bf16"):
         defines = {**defines_of("sm_90", name), "PDL": int(pdl), "FETCH": int(pdl)}
         cubin = tmp_path / "merge.cubin"
-        cubin.write_bytes(nvrtc.compile_cubin(cuda_merge.SOURCE, "sm_90", defines).code)
+        cubin.write_bytes(nvrtc.compile_cubin(source_of(name), "sm_90", defines).code)
         command = [str(tool), "-sass", str(cubin)]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         loads = set(re.findall(r"LDG\S*", code)) - {"LDG.E.STRONG.GPU"}
@@ -102,8 +106,9 @@ def test_cuda_kernels_move_whole_vectors_and_read_past_coherence_where_they_may(
 
 @pytest.mark.skipif(bool(nvrtc.missing()), reason="needs cuda-core and NVRTC: the cuda extra")
 def test_float8_results_compile_where_the_hardware_converts():
-    defines = {**defines_of("sm_90", "pair-bf16-small"), "OUT_TYPE": 3}
-    assert nvrtc.compile_cubin(cuda_merge.SOURCE, "sm_90", defines, logs=io.StringIO()).code
+    name = "pair-bf16-small"
+    defines = {**defines_of("sm_90", name), "OUT_TYPE": 3}
+    assert nvrtc.compile_cubin(source_of(name), "sm_90", defines, logs=io.StringIO()).code
 
 
 def test_the_grid_covers_every_row_exactly_once():

@@ -32,7 +32,8 @@ print(json.dumps({{
     "scripts": [e.name for e in ours.entry_points if e.group == "console_scripts"],
     "extras": sorted(ours.metadata.get_all("Provides-Extra")),
     "requires": ours.requires,
-    "typed": (folder / "py.typed").exists() and (folder / "merge" / "merge.cu").exists(),
+    "typed": (folder / "py.typed").exists(),
+    "kernels": sorted(x.name for x in (folder / "merge").glob("*.cu*")),
     "error": str(attn_backends.InvalidInputError.of("x", 1, "2")),
 }}))
 """
@@ -52,6 +53,7 @@ def test_wheel_installs_compiles_and_imports_its_torch_free_parts(
     assert found["compiled"], "some module does not compile, or warns"
     assert found["versions"][0] == found["versions"][1]
     assert found["scripts"] == ["attn-backends"] and found["typed"]
+    assert found["kernels"] == ["many.cu", "pair.cu", "rows.cuh"]
     assert {"all", "cli", "cuda", "flash-attn", "flashinfer", "transformers"} <= set(
         found["extras"]
     )
