@@ -15,7 +15,7 @@ from ..errors import Reason, UnsupportedCallError
 from ..output import AttentionOutput
 from .configs import PrefillConfig, SplitConfig, fit_stages, split_lanes
 from .decode import _merge_fwd_kernel, _split_fwd_kernel
-from .launch import Launcher
+from .launch import Launcher, launch
 from .prefill import _prefill_fwd_kernel
 from .schedule import _schedule_kernel
 
@@ -66,21 +66,6 @@ def scale_kind(scale: Any) -> int:
     if not isinstance(scale, torch.Tensor):
         return 0
     return 2 if scale.numel() > 1 else 1
-
-
-def launch(
-    launcher: Launcher, grid: tuple[int, int, int], addresses: tuple[int, ...], numbers: tuple,
-    signature: Any, tensors: Callable[[], tuple[Any, ...]],
-) -> None:  # fmt: skip
-    """Launch from addresses if they allow the remembered form, else from the tensors."""
-    bits = 0
-    for address in addresses:
-        if type(address) is int:  # else a tensor map, or None
-            bits |= address
-    if bits & 15:  # the compiler may specialise on alignment: leave it to Triton
-        launcher.first(grid, tensors(), numbers)
-    elif not launcher.again(grid, addresses, numbers, signature):
-        launcher.first(grid, tensors(), numbers, signature)
 
 
 def key_maps(k: torch.Tensor, v: torch.Tensor, plan: TritonPlan) -> KeyMaps | None:

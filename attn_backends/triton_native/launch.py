@@ -8,7 +8,7 @@ specialise on are part of the signature. Everything else takes the ordinary way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,4 +113,19 @@ class Launcher:
         self._known[driver.current_device(), signature] = (form, launch)
 
 
-__all__ = ["Launcher", "is_interpreted"]
+def launch(
+    launcher: Launcher, grid: tuple[int, int, int], addresses: tuple[int, ...], numbers: tuple,
+    signature: Any, tensors: Callable[[], tuple[Any, ...]],
+) -> None:  # fmt: skip
+    """Launch from addresses if they allow the remembered form, else from the tensors."""
+    bits = 0
+    for address in addresses:
+        if type(address) is int:  # else a tensor map, or None
+            bits |= address
+    if bits & 15:  # the compiler may specialise on alignment: leave it to Triton
+        launcher.first(grid, tensors(), numbers)
+    elif not launcher.again(grid, addresses, numbers, signature):
+        launcher.first(grid, tensors(), numbers, signature)
+
+
+__all__ = ["Launcher", "is_interpreted", "launch"]

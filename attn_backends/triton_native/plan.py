@@ -16,7 +16,7 @@ from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
 from ..triton_compiled import is_hooked
-from .call import Call, launch, launcher_of, next_power_of_2, scale_kind
+from .call import Call, launcher_of, next_power_of_2, scale_kind
 from .configs import (
     PrefillConfig,
     SplitConfig,
@@ -28,7 +28,7 @@ from .configs import (
 )
 from .cuts import FEW_KEYS, FEW_PROGRAMS, cut, few_chunk, prefers_many
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
-from .launch import is_interpreted
+from .launch import is_interpreted, launch
 from .repeat import kinds, repeat_of
 from .schedule import SplitBounds, split_bounds
 
