@@ -4,68 +4,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import triton.language as tl
 
 from ..backend import RunExtras
 from ..errors import Reason, UnsupportedCallError
 from ..output import AttentionOutput
-from .configs import PrefillConfig, SplitConfig, fit_stages, split_lanes
-from .decode import _merge_fwd_kernel, _split_fwd_kernel
+from .configs import PrefillConfig, SplitConfig, fit_stages
+from .kernels import launcher_of, next_power_of_2
 from .launch import Launcher, launch
-from .prefill import _prefill_fwd_kernel
-from .schedule import _schedule_kernel
+from .operands import Operands
 
 if TYPE_CHECKING:
     from .hopper_call import HopperCall
     from .maps import KeyMaps
     from .plan import TritonPlan
 
-LOG2E = 1.4426950408889634
-#: Stands in for a scale of 0, so that masked scores stay -inf; exp2 of anything times it is 1.
-TINY_SCALE = 1.2e-38
 #: Launchers that a backend looks up without their constants: forget all rather than grow.
 MAX_LAUNCHERS = 4096
-#: Elements that offsets of 32 bits reach, with room to spare.
-NARROW_ELEMENTS = 2**30
-
-COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
 #: Programs of a merge per multiprocessor up to which kernels of the next call start beside it.
 CHAIN_PROGRAMS = 1.0
-
-
-@cache
-def launcher_of(
-    kernel_name: str, constants: tuple, warps: int, stages: int, pdl: bool, registers: int = 0
-) -> Launcher:
-    """The launcher of a kernel with these compile-time arguments; one for all plans."""
-    kernels = {
-        "split": _split_fwd_kernel,
-        "merge": _merge_fwd_kernel,
-        "prefill": _prefill_fwd_kernel,
-        "schedule": _schedule_kernel,
-    }
-    return Launcher(
-        kernels[kernel_name], dict(constants), warps=warps, stages=stages, pdl=pdl,
-        registers=registers,
-    )  # fmt: skip
-
-
-def next_power_of_2(n: int) -> int:
-    """Smallest power of two that is at least ``n``."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
-def scale_kind(scale: Any) -> int:
-    """0: a number or none; 1: one value on the device; 2: one per KV head."""
-    if not isinstance(scale, torch.Tensor):
-        return 0
-    return 2 if scale.numel() > 1 else 1
 
 
 def key_maps(k: torch.Tensor, v: torch.Tensor, plan: TritonPlan) -> KeyMaps | None:
@@ -81,19 +40,6 @@ def refuse_hopper(reasons: list[Reason]) -> None:
     text = "; ".join(map(str, reasons))
     message = f"triton with hopper=True cannot do this call: {text}"
     raise UnsupportedCallError(message, backend="triton", reasons=reasons)
-
-
-def alignment(sizes: tuple[int, ...]) -> int:
-    """Largest power of two up to 16 that divides every size."""
-    bits = 16
-    for size in sizes:
-        bits |= size
-    return bits & -bits
-
-
-def extent(x: torch.Tensor) -> int:
-    """Elements from a tensor's first to its last."""
-    return sum((n - 1) * s for n, s in zip(x.shape, x.stride()) if n)
 
 
 class Step(NamedTuple):
@@ -125,71 +71,20 @@ class Call:
         self, plan: TritonPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
         out: AttentionOutput, extras: RunExtras, share: bool, form: Any,
     ) -> None:  # fmt: skip
-        spec, batch, formats = plan.spec, plan.batch, plan.formats
         self.plan: TritonPlan = weakref.proxy(plan)  # which holds this: its buffers end with it
-        # Everything that the compiler may specialise on, beside the constants.
-        self.key = (
-            form, batch.page_table.stride(0) if batch.is_paged else 0,
-            max(extent(k), extent(v)) < NARROW_ELEMENTS,
-            batch.max_seqlen_q <= 1 and not spec.batch_invariant,  # of which one kernel takes all
-        )  # fmt: skip
-        d, dv = spec.head_dim, spec.dv
-        d0, d1 = split_lanes(d)
-        dv0, dv1 = split_lanes(dv)
-        self.share = share and d0 == dv0 == dv
-        left, right = spec.bounds
-        self.k_step = int(scale_kind(extras.k_scale) == 2)
-        self.v_step = int(scale_kind(extras.v_scale) == 2)
-        softcap = spec.softcap
-        scale = max(spec.scale, TINY_SCALE)
-        self.scale = scale if softcap is not None else scale * LOG2E
-        self.softcap = 1.0 if softcap is None else softcap
-        self.bytes = formats.fp8 == 2  # fp8 travels as bytes
-        paged = spec.page_size is not None
-        ks = (k.stride(0), k.stride(1), k.stride(2)) if paged else (0, k.stride(0), k.stride(1))
-        vs = (v.stride(0), v.stride(1), v.stride(2)) if paged else (0, v.stride(0), v.stride(1))
-        # With room to spare for the lanes of a row, which are added later.
-        narrow = int(paged and spec.page_size * max(ks[1], vs[1]) < NARROW_ELEMENTS)
-        narrow = 2 if self.key[2] else narrow
-        self.table = batch.page_table if paged else batch.seqlens_k
-        stride_table = batch.page_table.stride(0) if paged else 0
-        align = min(alignment(ks), alignment(vs))
-        # Loads of less than 16 bytes are not pipelined; the products then stay off the
-        # warpgroup instructions, which two warps cannot issue (see ``_warps``).
-        width = min(align, alignment((d,)), alignment((dv,)))
-        self.whole_vectors = width * k.element_size() >= 16
-        self.strides = (
-            *q.stride()[:2], *[s // align for s in (*ks, *vs)], *out.o.stride()[:2],
-            *out.lse.stride(), stride_table,
-        )  # fmt: skip
-        self.out_strides = (*out.o.stride()[:2], *out.lse.stride())
-        self.left, self.right = left or 0, right or 0
-        # A query alone sees up to the last key.
-        ends = right is not None and right >= 0 and self.key[3]
-        # What follows from ``key``, the spec and the plan's choices alone: see ``_launcher``.
-        features = lambda: (  # noqa: E731
-            ("D", d), ("D0", d0), ("D1", d1), ("DV", dv), ("DV0", dv0), ("DV1", dv1),
-        )  # fmt: skip
-        flags = lambda: (  # noqa: E731
-            ("HAS_LEFT", left is not None), ("HAS_RIGHT", not (right is None or ends)),
-            ("HAS_SOFTCAP", softcap is not None), ("HAS_ALIBI", spec.has_alibi),
-            ("HAS_MASK", spec.has_mask), ("HAS_SINKS", extras.sinks is not None),
-            ("HAS_K_SCALE", scale_kind(extras.k_scale) > 0),
-            ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0),
-            ("PAGE_SIZE", spec.page_size or 0), ("SHARE_KV", self.share),
-            ("SAME_STRIDES", ks == vs), ("NARROW", narrow), ("KV_ALIGN", align),
-            ("COMPUTE", COMPUTE[formats.compute]), ("FP8", formats.fp8), ("FP8_Q", formats.fp8_q),
-            ("ROW_SCALE", formats.row_scale),
-        )  # fmt: skip
+        operands = Operands(plan.spec, plan.batch, plan.formats, q, k, v, out, extras, share, form)
+        self.operands = operands
+        self.key, self.bytes = operands.key, operands.bytes
+        self.scale, self.softcap = operands.scale, operands.softcap
         self.split = self.merge = self.prefill = None
         self.hopper: HopperCall | None = None
         if plan.splits:
-            self._bind_split(plan, features, flags, extras)
+            self._bind_split(plan)
         self.maps: KeyMaps | None = None
         if plan.prefills:
-            if plan.prefill.maps and narrow == 2 and not (paged or d1 or dv1 or formats.fp8):
+            if plan.prefill.maps and operands.narrow == 2 and operands.plain_rows:
                 self.maps = key_maps(k, v, plan)
-            self._bind_prefill(plan, features, flags)
+            self._bind_prefill(plan)
             self._bind_hopper(plan, q, k, v, out, extras)
         self.steps = self._steps(q.shape[0])
         #: Its repeats, by which outputs, values and options are given.
@@ -202,7 +97,7 @@ class Call:
         head dims 40 and 72 with unaligned strides; two warps cannot issue them.
         """
         hopper = self.plan.device.arch >= 90 and config.block_m >= 64
-        return config.warps if self.whole_vectors or not hopper else 2
+        return config.warps if self.operands.whole_vectors or not hopper else 2
 
     def _launcher(self, what: tuple, make: Callable[[], Launcher]) -> Launcher:
         """The launcher of a kernel, made once for all plans of the backend.
@@ -220,11 +115,8 @@ class Call:
             found = known[key] = make()
         return found
 
-    def _bind_split(
-        self, plan: TritonPlan, features: Callable[[], tuple], flags: Callable[[], tuple],
-        extras: Any,
-    ) -> None:  # fmt: skip
-        spec, config = plan.spec, plan.split
+    def _bind_split(self, plan: TritonPlan) -> None:
+        spec, config, operands = plan.spec, plan.split, self.operands
         group, dvp = spec.group_size, next_power_of_2(spec.dv)
         merges = plan.bounds.slots > 0
         pdl = merges and plan.backend.options.pdl and plan.device.arch >= 90
@@ -240,23 +132,23 @@ class Call:
         def split_launcher() -> Launcher:
             constants = (
                 ("HK", spec.num_kv_heads), ("GROUP", group), ("GROUP_P2", next_power_of_2(group)),
-                *features(), ("DVP", dvp), *flags(), ("FUSE", config.fuse),
+                *operands.widths(), ("DVP", dvp), *operands.flags(), ("FUSE", config.fuse),
                 ("LANE_SUMS", config.lane_sums), ("PHASES", phases), ("C0", plan.c0),
                 ("EQUAL", equal), ("PDL", pdl), ("CHAIN", chain),
                 ("BLOCK_M", config.block_m), ("BLOCK_N", config.block_n),
             )  # fmt: skip
             stages = config.stages
-            if not self.share:
+            if not operands.share:
                 stages = fit_stages(config, plan.device.arch, spec.head_dim, spec.dv, *plan.sizes)
             return launcher_of("split", constants, self._warps(config), stages, chain)
 
         what = ("split", config, plan.c0, equal, pdl, chain)
         self.split = self._launcher(what, split_launcher)
-        plan, table = self.plan, self.table
+        plan, table = self.plan, operands.table
         self.split_tensors = lambda: (plan.items, plan.part_acc, plan.part_ml, table)
         self.split_at = (plan.items_at, plan.part_acc_at, plan.part_ml_at, table.data_ptr())
         self.split_numbers = (
-            plan.part_rows, self.left, self.right, self.k_step, self.v_step, *alike
+            plan.part_rows, operands.left, operands.right, operands.k_step, operands.v_step, *alike
         )  # fmt: skip
         self.split_grid = (plan.bounds.items * spec.num_kv_heads, 1, 1)
         if merges:
@@ -268,8 +160,7 @@ class Call:
             def merge_launcher() -> Launcher:
                 constants = (
                     ("HK", spec.num_kv_heads), ("GROUP", group), ("DV", spec.dv),
-                    ("BLOCK_D", block_d), ("HAS_SINKS", extras.sinks is not None),
-                    ("HAS_V_SCALE", scale_kind(extras.v_scale) > 0), ("IN_ORDER", plan.c0 > 0),
+                    ("BLOCK_D", block_d), *operands.ends(), ("IN_ORDER", plan.c0 > 0),
                     ("EQUAL", equal), ("PDL", pdl),
                     ("CHAIN", chain), ("BLOCK_M", config.block_m), ("BLOCK_S", block_s),
                 )  # fmt: skip
@@ -280,7 +171,8 @@ class Call:
             self.merge_tensors = lambda: (plan.seqs, plan.part_acc, plan.part_ml)
             self.merge_at = (plan.seqs_at, plan.part_acc_at, plan.part_ml_at)
             self.merge_numbers = (
-                *self.out_strides, merge_rows, plan.part_rows, self.v_step, alike[0], *alike[2:4]
+                *operands.out_strides, merge_rows, plan.part_rows, operands.v_step, alike[0],
+                *alike[2:4],
             )  # fmt: skip
             self.merge_grid = (*blocks, 1)
 
@@ -298,10 +190,8 @@ class Call:
         dvp = next_power_of_2(spec.dv)
         return (programs, dvp // 128 if few and dvp > 256 else 1), rows, few
 
-    def _bind_prefill(
-        self, plan: TritonPlan, features: Callable[[], tuple], flags: Callable[[], tuple]
-    ) -> None:
-        spec, batch, config = plan.spec, plan.batch, plan.prefill
+    def _bind_prefill(self, plan: TritonPlan) -> None:
+        spec, batch, config, operands = plan.spec, plan.batch, plan.prefill, self.operands
         group = spec.group_size
         # Queries shorter than a tile share it with the other heads of their KV head.
         mean = batch.total_q / max(batch.num_seqs, 1)
@@ -314,7 +204,7 @@ class Call:
 
         def prefill_launcher() -> Launcher:
             constants = (
-                ("H", spec.num_heads), ("GROUP", group), *features(), *flags(),
+                ("H", spec.num_heads), ("GROUP", group), *operands.widths(), *operands.flags(),
                 ("SKIP_SHORT", plan.splits), ("PHASES", phases),
                 ("HEADS_INNER", config.heads_inner), ("FUSE", config.fuse),
                 ("LANE_SUMS", config.lane_sums), ("SETTLE", registers > 0),
@@ -330,11 +220,11 @@ class Call:
         self.prefill = self._launcher(what, prefill_launcher)
         self.units = spec.num_heads // self.pack
         k_starts = batch.seqlens_k if batch.cu_seqlens_k is None else batch.cu_seqlens_k
-        tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, self.table)
+        tensors = (batch.cu_seqlens_q, batch.seqlens_k, k_starts, operands.table)
         self.prefill_tensors = lambda: (None, None, *tensors)  # where maps would be
         self.prefill_at = (None, None, *[x.data_ptr() for x in tensors])
         self.prefill_numbers = (
-            self.left, self.right, plan.short_rows, self.k_step, self.v_step
+            operands.left, operands.right, plan.short_rows, operands.k_step, operands.v_step
         )  # fmt: skip
 
     def _bind_hopper(
@@ -433,7 +323,7 @@ class Call:
     def _steps(self, rows: int) -> list[Step]:
         """The launches for ``rows`` query rows, in order."""
         plan, batch = self.plan, self.plan.batch
-        numbers = (*self.strides, batch.num_seqs, rows)
+        numbers = (*self.operands.strides, batch.num_seqs, rows)
         steps = []
         if self.split is not None:
             steps.append(Step(
@@ -454,4 +344,4 @@ class Call:
         return steps
 
 
-__all__ = ["Call", "Step", "alignment", "launch", "launcher_of", "next_power_of_2", "scale_kind"]
+__all__ = ["Call", "Step"]

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from ..batch import Batch
 from ..spec import AttentionSpec
-from . import call as calls
+from . import kernels
 from . import plan as planning
 from .backend import TritonBackend, TritonOptions
 
@@ -101,15 +101,15 @@ def _recording(arch: int, processors: int) -> Iterator[list[Launch]]:
                 Launch(self.kernel, self.constants, self.options, tensors, numbers, grid)
             )
 
-    saved = calls.Launcher, planning._device
-    calls.launcher_of.cache_clear()
-    calls.Launcher = Recorder
+    saved = kernels.Launcher, planning._device
+    kernels.launcher_of.cache_clear()
+    kernels.Launcher = Recorder
     planning._device = lambda kind, index: planning._Device(arch, processors, False)
     try:
         yield launches
     finally:
-        calls.Launcher, planning._device = saved
-        calls.launcher_of.cache_clear()
+        kernels.Launcher, planning._device = saved
+        kernels.launcher_of.cache_clear()
 
 
 def record(

@@ -16,7 +16,7 @@ from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
 from ..triton_compiled import is_hooked
-from .call import Call, launcher_of, next_power_of_2, scale_kind
+from .call import Call
 from .configs import (
     PrefillConfig,
     SplitConfig,
@@ -28,7 +28,9 @@ from .configs import (
 )
 from .cuts import FEW_KEYS, FEW_PROGRAMS, cut, few_chunk, prefers_many
 from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
+from .kernels import launcher_of, next_power_of_2
 from .launch import is_interpreted, launch
+from .operands import scale_kind
 from .repeat import kinds, repeat_of
 from .schedule import SplitBounds, split_bounds
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn_backends.spec import AttentionSpec
-from attn_backends.triton_native import call
+from attn_backends.triton_native import operands
 from attn_backends.triton_native.primitives import exponent_form
 
 #: fuse, lane_sums, phases; the prefill kernel has phases always.
@@ -93,13 +93,13 @@ def test_offsets_of_32_and_64_bits_give_the_same_bits(
     p = lab.Problem(spec, [5, 1, 0, 3], [70, 33, 4, 0])
     options = forms(False, False, False, True)
     narrow = lab.run(p, **options)
-    monkeypatch.setattr(call, "NARROW_ELEMENTS", 0)
+    monkeypatch.setattr(operands, "NARROW_ELEMENTS", 0)
     wide = lab.run(p, **options)
     assert torch.equal(narrow.o, wide.o) and torch.equal(narrow.lse, wide.lse)
 
 
 def test_the_extent_counts_to_the_last_element() -> None:
     x = torch.empty(3, 4, 2, 8)
-    assert call.extent(x) == x.numel() - 1
-    assert call.extent(x[:, ::2].transpose(1, 2)) == 2 * 64 + 2 * 16 + 8 + 7
-    assert call.extent(x[:0]) <= 63
+    assert operands.extent(x) == x.numel() - 1
+    assert operands.extent(x[:, ::2].transpose(1, 2)) == 2 * 64 + 2 * 16 + 8 + 7
+    assert operands.extent(x[:0]) <= 63
