@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from ..errors import InvalidInputError
+
 #: Lanes of queries and keys, and of values.
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
@@ -26,7 +28,8 @@ class Variant:
         pack: Query heads of one KV head that share a tile, padded to a power of two; 1 is off.
         dynamic: Tiles are handed out by a counter instead of in fixed turns.
         snake: In fixed turns, every second turn runs backwards.
-        held: Lanes of queries that consumers keep in registers, and spare shared memory reading.
+        held: Lanes of queries that consumers keep in registers, and spare shared memory reading:
+            0, or half of what the first product reads.
         turns: The two consumers start their products in turn.
         head_group: Heads that finish together; 0 is all. Fewer share K and V in the L2 cache.
     """
@@ -187,11 +190,18 @@ def compile_arguments(
     softcap: float | None,
     sinks: bool = False,
 ) -> dict[str, Any]:
-    """The compile-time arguments of a launch."""
+    """The compile-time arguments of a launch.
+
+    Raises:
+        InvalidInputError: The variant holds lanes that the head dim cannot be cut into.
+    """
     left, right = bounds(causal, window)
     gather = variant.gathers(page_size)
     consumer, producer = variant.warp_registers(page_size is not None, gather, head_dim_v)
     first, more = split_lanes(head_dim)
+    if variant.held not in (0, first // 2):  # both parts are powers of two
+        allowed = f"0 or {first // 2} with head_dim={head_dim}"
+        raise InvalidInputError.of("variant.held", variant.held, allowed)
     return {
         "D": first,
         "D1": more,

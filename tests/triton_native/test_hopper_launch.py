@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_backends import driver
+from attn_backends.errors import InvalidInputError
 from attn_backends.spec import AttentionSpec
 from attn_backends.triton_native import hopper_compat, hopper_launch, hopper_maps
 from attn_backends.triton_native.hopper_call import sources
@@ -138,6 +139,20 @@ def test_registers_never_exceed_what_the_launch_reserves(variant, page_size):
     groups = variant.consumers + 1
     assert variant.consumers * consumer + producer <= groups * variant.max_registers
     assert consumer % 8 == producer % 8 == 0
+
+
+@pytest.mark.parametrize(
+    "dim, dv, half", [(64, 64, 32), (128, 128, 64), (192, 128, 64), (256, 256, 128)]
+)
+def test_held_lanes_are_none_or_half_of_what_the_first_product_reads(dim, dv, half):
+    def held(lanes):
+        return compile_arguments(Variant(held=lanes), dim, dv, None, True, None, None)["HELD"]
+
+    assert (held(0), held(half)) == (0, half)
+    for lanes in (-half, half // 2, 2 * half, 4 * half):
+        text = rf"variant.held={lanes} \(allowed: 0 or {half} with head_dim={dim}\)"
+        with pytest.raises(InvalidInputError, match=text):
+            held(lanes)
 
 
 @pytest.mark.parametrize(
