@@ -16,6 +16,7 @@ from ..bench.presets import preset as find_preset
 from ..bench.runner import Found
 from . import bench_options as options
 from .bench_run import Output, run_points
+from .console import guarded
 from .options import parse_device
 
 ABOUT = {
@@ -30,7 +31,7 @@ def attention_command(bench: str) -> Callable[..., None]:
     """The command of one benchmark; they differ in their points only."""
     default = "deepseek" if bench == "mla" else options.DEFAULT
 
-    @options.guarded
+    @guarded
     def command(
         ctx: typer.Context,
         preset: options.Preset = default,
@@ -85,7 +86,7 @@ def attention_command(bench: str) -> Callable[..., None]:
     return command
 
 
-@options.guarded
+@guarded
 def host(
     ctx: typer.Context,
     preset: options.Preset = options.DEFAULT,

@@ -14,6 +14,7 @@ from ..bench.runner import EAGER, GRAPH, Found
 from ..errors import InvalidInputError
 from . import bench_options as options
 from .bench_run import Output, run_points
+from .console import guarded
 from .options import parse_device
 
 _PARTS = ("pairs", "many", "host", "sweep")
@@ -31,7 +32,7 @@ class _Part:
         return f"{self.part} {self.case.label}"
 
 
-@options.guarded
+@guarded
 def merge(
     ctx: typer.Context,
     preset: options.Preset = options.DEFAULT,
@@ -78,7 +79,7 @@ def merge(
     run_points(output, points, measure)
 
 
-@options.guarded
+@guarded
 def cascade(
     ctx: typer.Context,
     preset: options.Preset = options.DEFAULT,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -14,15 +13,12 @@ from typer.core import TyperCommand
 from ..bench.presets import DEFAULT, SHORT
 from ..bench.report import command_line
 from ..bench.runner import EAGER, GRAPH, default_modes
-from ..errors import AttnBackendsError, InvalidInputError
-from .console import fail
+from ..errors import InvalidInputError
+from .console import STDOUT
 
-#: ``--json`` without a file: results go to standard output, and nothing else does.
-STDOUT = "-"
 ROUNDS = 24
 _ARGUMENTS = "attn_backends.arguments"
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Preset = Annotated[
     str, typer.Option(help=f"Model: {', '.join(SHORT)}, or a name that roofline knows.")
 ]
@@ -90,19 +86,6 @@ def said(ctx: typer.Context) -> str:
     return command_line(ctx.command_path, ctx.meta[_ARGUMENTS])
 
 
-def guarded(function: Function) -> Function:
-    """Turn this library's errors into a message and exit code 2; JSON after a bare ``--json``."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except AttnBackendsError as error:
-            fail(error, as_json=kwargs.get("results") == STDOUT)
-
-    return wrapper  # type: ignore[return-value]
-
-
 def check_rounds(rounds: int) -> int:
     """The number of samples, at least one.
 
@@ -161,7 +144,7 @@ def limit_on(device: torch.device) -> float:
     return 10.0 if device.type == "cuda" else 2.0
 
 
-__all__ = ["DEFAULT", "ROUNDS", "SHORT", "STDOUT", "Backends", "Batches", "BenchCommand"]
+__all__ = ["DEFAULT", "ROUNDS", "SHORT", "Backends", "Batches", "BenchCommand"]
 __all__ += ["CalledCommand", "Device", "Dtype", "KvDtype", "Lengths", "Modes", "NoPeers"]
 __all__ += ["PageSize", "Peers", "Picture", "Preset", "Results", "Rounds", "check_dtype"]
-__all__ += ["check_modes", "check_peers", "check_rounds", "guarded", "limit_on", "said"]
+__all__ += ["check_modes", "check_peers", "check_rounds", "limit_on", "said"]

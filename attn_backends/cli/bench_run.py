@@ -16,9 +16,17 @@ from ..bench.report import meta_of, write
 from ..bench.runner import Found, release
 from ..bench.wall_timer import one_thread
 from ..errors import AttnBackendsError
-from .bench_options import STDOUT, said
+from .bench_options import said
 from .bench_progress import progress_bar
-from .console import EXIT_BAD_ANSWER, MissingPackageError, print_json, stderr, stdout, table
+from .console import (
+    EXIT_BAD_ANSWER,
+    STDOUT,
+    MissingPackageError,
+    print_json,
+    stderr,
+    stdout,
+    table,
+)
 
 #: Stands for the backends of a point that could not be measured at all.
 EVERY = "every backend"

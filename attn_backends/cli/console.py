@@ -26,6 +26,8 @@ EXIT_CANNOT_RUN = 2
 _PIPE_WIDTH = 200
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: ``--json`` without a file, where one may be named: results go to standard output.
+STDOUT = "-"
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -88,14 +90,17 @@ def _cell(cell: str) -> Text:
 
 
 def guarded(function: Function) -> Function:
-    """Turn this library's errors into a message and exit code 2; as JSON if that was asked for."""
+    """Turn this library's errors into a message and exit code 2; as JSON if that was asked for.
+
+    A command asks for it by ``as_json``, or by ``results`` that go to standard output.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except AttnBackendsError as error:
-            fail(error, as_json=bool(kwargs.get("as_json")))
+            fail(error, as_json=bool(kwargs.get("as_json")) or kwargs.get("results") == STDOUT)
 
     return wrapper  # type: ignore[return-value]
 
@@ -111,6 +116,7 @@ def fail(error: Exception, *, as_json: bool) -> NoReturn:
 
 
 __all__ = [
+    "STDOUT",
     "EXIT_BAD_ANSWER",
     "EXIT_CANNOT_RUN",
     "JsonFlag",

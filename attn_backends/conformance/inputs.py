@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -259,31 +259,12 @@ def as_index(batch: Batch, dtype: torch.dtype) -> Batch:
         for name in ("cu_seqlens_q", "seqlens_k", "cu_seqlens_k", "page_table")
         if getattr(batch, name) is not None
     }
-    return Batch(
-        **wide,
-        total_q=batch.total_q,
-        total_k=batch.total_k,
-        max_seqlen_q=batch.max_seqlen_q,
-        max_seqlen_k=batch.max_seqlen_k,
-        q_lens=batch.q_lens,
-        kv_lens=batch.kv_lens,
-        host_page_table=batch.host_page_table,
-    )
+    return replace(batch, **wide)
 
 
 def on_device_only(batch: Batch) -> Batch:
     """The same batch without exact host facts, as an engine builds it from device tensors."""
-    return Batch(
-        cu_seqlens_q=batch.cu_seqlens_q,
-        seqlens_k=batch.seqlens_k,
-        cu_seqlens_k=batch.cu_seqlens_k,
-        page_table=batch.page_table,
-        total_q=batch.total_q,
-        total_k=batch.total_k,
-        max_seqlen_q=batch.max_seqlen_q,
-        max_seqlen_k=batch.max_seqlen_k,
-        mask_indptr=batch.mask_indptr,
-    )
+    return replace(batch, q_lens=None, kv_lens=None, host_page_table=None)
 
 
 def _fields(extras: Extras) -> tuple[torch.Tensor | None, ...]:
