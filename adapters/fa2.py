@@ -43,6 +43,7 @@ from .flash_build import (
     padded_dims_reasons,
     round_up,
 )
+from .operators import attend_beneath, python_function
 from .tensors import DenseKeysOfPlan, Tensors, aligned, page_width, widen
 
 _FEATURES = frozenset(
@@ -152,7 +153,10 @@ class FlashAttention2(FlashBuild):
             slopes = extras.alibi_slopes
             return by_token(varlen, cu_seqlens_k=dense.starts, alibi_slopes=slopes, **fixed)
 
-        return FlashCall(tensors, library, spec.dv)
+        def beneath(extras: RunExtras) -> Attend | None:
+            return self._beneath(extras, dict(fixed, cu_seqlens_k=dense.starts))
+
+        return FlashCall(tensors, library, spec.dv, beneath)
 
     def _paged(self, work: Arrangement, spec: AttentionSpec) -> FlashCall:
         batch = work.batch
@@ -170,7 +174,10 @@ class FlashAttention2(FlashBuild):
         def library(extras: RunExtras) -> Attend:
             return by_token(varlen, alibi_slopes=extras.alibi_slopes, **fixed)
 
-        return FlashCall(aligned_tensors, library, spec.dv)
+        def beneath(extras: RunExtras) -> Attend | None:
+            return self._beneath(extras, fixed)
+
+        return FlashCall(aligned_tensors, library, spec.dv, beneath)
 
     def _decode(self, work: Arrangement, spec: AttentionSpec, options: Any) -> FlashCall:
         batch, page_size = work.batch, spec.page_size
@@ -213,6 +220,23 @@ class FlashAttention2(FlashBuild):
     def _varlen(self, spec: AttentionSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The varlen entry point, which gives o and the LSE first, and what the spec fixes."""
         return self.module.flash_attn_varlen_func, dict(_scores(spec), return_attn_probs=True)
+
+    def _beneath(self, extras: RunExtras, fixed: dict[str, Any]) -> Attend | None:
+        """What the varlen entry point's custom operator was made of, of what that is given."""
+        interface = getattr(self.module, "flash_attn_interface", None)
+        operator = python_function(getattr(interface, "_flash_attn_varlen_forward", None))
+        values = {k: v for k, v in fixed.items() if k not in ("window_size", "return_attn_probs")}
+        left, right = fixed["window_size"]
+        return attend_beneath(
+            operator,
+            dict(
+                values,
+                dropout_p=0.0,
+                window_size_left=left,
+                window_size_right=right,
+                alibi_slopes=extras.alibi_slopes,
+            ),
+        )
 
     def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Lengths come from the running sum; with pages it says nothing about places."""
@@ -259,6 +283,10 @@ class VllmFlashAttention2(FlashAttention2):
     def _varlen(self, spec: AttentionSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         fixed = dict(_scores(spec), return_softmax_lse=True, fa_version=2)
         return self.module.flash_attn_varlen_func, fixed
+
+    def _beneath(self, extras: RunExtras, fixed: dict[str, Any]) -> Attend | None:
+        """Nothing: its function calls the operator itself."""
+        return None
 
     def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"cu_seqlens_q": batch.cu_seqlens_q, "seqused_k": batch.seqlens_k}

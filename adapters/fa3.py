@@ -37,6 +37,7 @@ from .flash_build import (
     padded_dims_reasons,
     round_up,
 )
+from .operators import attend_beneath
 from .tensors import DenseKeysOfPlan, Tensors, aligned, widen
 
 _CAPABILITIES = Capabilities(
@@ -67,6 +68,14 @@ Entry = tuple[Callable[..., Attend], dict[str, Any]]
 _TILES = {64: (128, 160, 192), 96: (128, 144), 128: (128, 176), 192: (96, 112, 128), 256: (64, 80)}
 _FP8_TILES = {64: (128, 160), 96: (128,), 128: (96, 160, 192, 224), 192: (128, 160), 256: (64, 128)}
 _WIDE_VALUE_TILES = {256: (112,), 512: (64,)}  # head dim up to 64 with wider values
+
+#: What the operator calls arguments of the entry points, and what it does not take.
+_OPERATOR_NAMES = {
+    "causal": "is_causal",
+    "cache_seqlens": "seqused_k",
+    "cache_leftpad": "leftpad_k",
+}
+_NOT_BENEATH = ("window_size", "return_attn_probs", "return_softmax_lse")
 
 #: A bound on queries per sequence under which no tile shape depends on the batch.
 _FIXED_MAX_Q = 512
@@ -235,7 +244,23 @@ class FlashAttention3(FlashBuild):
                 more["cu_seqlens_k"] = dense.starts
             return entry(**fixed, **more)
 
-        return FlashCall(tensors, library, spec.dv)
+        def beneath(extras: RunExtras) -> Attend | None:
+            values = dict(fixed)
+            if fp8:
+                values["k_descale"] = scales.of("k", extras.k_scale)
+                values["v_descale"] = scales.of("v", extras.v_scale)
+            if not paged:
+                values["cu_seqlens_k"] = dense.starts
+            return attend_beneath(self.operator(), operator_values(values))
+
+        return FlashCall(tensors, library, spec.dv, None if mla else beneath)
+
+    def operator(self) -> Any:
+        """The operator that both entry points lead to; None if the module has it elsewhere."""
+        names = ("flash_attn_3_gpu", "flash_attn_3_cuda")
+        found = (getattr(self.module, name, None) for name in names)
+        operators = next((x for x in found if x is not None), None)
+        return getattr(getattr(operators, "fwd", None), "default", None)
 
     def _skip_unused_slots(self, work: Arrangement) -> dict[str, torch.Tensor]:
         return {"cache_leftpad": torch.zeros_like(work.batch.seqlens_k)}
@@ -291,6 +316,10 @@ class VllmFlashAttention3(FlashAttention3):
             reasons.append(Reason("page_size", str(spec.page_size), want, fix))
         return reasons
 
+    def operator(self) -> Any:
+        """None: its function calls the operator itself."""
+        return None
+
     def _skip_unused_slots(self, work: Arrangement) -> dict[str, torch.Tensor]:
         raise AssertionError("refused by extra_reasons")
 
@@ -321,6 +350,13 @@ class FixedScales:
         if (name, scale) not in self.floats:
             self.floats[name, scale] = torch.full(self.shape, scale, device=self.device)
         return self.floats[name, scale]
+
+
+def operator_values(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the entry points, as the operator beneath them calls them."""
+    values = {_OPERATOR_NAMES.get(k, k): v for k, v in fixed.items() if k not in _NOT_BENEATH}
+    values["window_size_left"], values["window_size_right"] = fixed["window_size"]
+    return values
 
 
 def split_latent(

@@ -234,7 +234,7 @@ class FlashAttentionBackend(AdapterBackend):
         o, lse, as_given = plan.call(rows, k, values, extras)
         result = restore(o, lse, plan.work, q.shape[0], out)
         if as_given:
-            plan.learn(q, k, v, extras, out, plan.call.library)
+            plan.learn(q, k, v, extras, out, plan.call.straight)
         return result
 
 

@@ -30,6 +30,8 @@ class FlashCall:
         library: ``library(extras, *added)`` gives what computes the three,
             ``(o [T', H, >= DV], lse [T', H])``.
         dv: DV.
+        beneath: ``beneath(extras)`` gives the same through an operator beneath the library's
+            function, or None where a release has none that is known.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class FlashCall:
         tensors: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Tensors],
         library: Callable[..., Attend],
         dv: int,
+        beneath: Callable[[RunExtras], Attend | None] | None = None,
     ) -> None:
         self.tensors = tensors
         self.library = library
         self.dv = dv
+        self.beneath = beneath
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: RunExtras
@@ -52,6 +56,11 @@ class FlashCall:
         if o.shape[-1] != self.dv:
             return o[..., : self.dv], lse, False
         return o, lse, as_given
+
+    def straight(self, extras: RunExtras) -> Attend:
+        """What computes tensors that need no preparation, with the least on the way."""
+        attend = None if self.beneath is None else self.beneath(extras)
+        return self.library(extras) if attend is None else attend
 
 
 def by_token(function: Callable[..., Any], **fixed: Any) -> Attend:

@@ -29,12 +29,17 @@ from .adapter import AdapterBackend, AdapterPlan, Attend, state_of
 from .arrange import arrange, empty_rows, no_keys, restore, take_rows, with_host_lengths
 from .fa2 import safe_bounds
 from .flash_build import kernel_query, kernel_scale, padded_dims_reasons, round_up
+from .operators import attend_beneath
 from .tensors import DenseKeysOfPlan, Tensors, aligned, leaves_keys_behind, widen
+
+_NAME = "torch.nn.attention.varlen"
+#: Arguments that the operator beneath calls the same.
+_SAME_BENEATH = ("seqused_k", "block_table", "num_splits")
 
 
 def probe_varlen() -> Probe:
     """PyTorch's varlen module, which came with 2.10."""
-    return probe("torch.nn.attention.varlen", attribute="varlen_attn", distribution="torch")
+    return probe(_NAME, attribute="varlen_attn", distribution="torch")
 
 
 def _module() -> ModuleType:
@@ -68,6 +73,12 @@ def heads_first(module: ModuleType) -> bool:
         return_aux=aux,
     )[1]
     return tuple(lse.shape) == (3, 5)
+
+
+def _flash(module: ModuleType, device: torch.device) -> bool:
+    """Whether the module would take its FlashAttention kernel on a device, as far as it says."""
+    other = getattr(module, "_should_use_cudnn", None)
+    return other is not None and not other(device.index)
 
 
 class TorchVarlenPlan(AdapterPlan):
@@ -138,6 +149,32 @@ class TorchVarlenPlan(AdapterPlan):
             return state_of(o, lse.mT if turned else lse, out)
 
         return attend
+
+    def straight(self) -> Attend:
+        """The same for layers after the first, where it can through the operator beneath."""
+        module, fixed = _module(), self._arguments
+        device = self.work.batch.device
+        if module.__name__ != _NAME or not _flash(module, device):
+            return self.attend()
+        window = fixed.get("window_size", (-1, 0 if fixed.get("is_causal") else -1))
+        values = dict(
+            cum_seq_q=fixed["cu_seq_q"],
+            cum_seq_k=self.dense.starts if self.gathers else None,
+            max_q=fixed["max_q"],
+            max_k=fixed["max_k"],
+            is_causal=window == (-1, 0),
+            scale=fixed["scale"],
+        )
+        if accepts("window_size"):
+            values.update(window_size_left=window[0], window_size_right=window[1])
+        values.update({k: v for k, v in fixed.items() if k in _SAME_BENEATH})
+        attend = attend_beneath(
+            torch.ops.aten._flash_attention_forward.default,
+            values,
+            {"dropout_p": 0.0, "return_debug_mask": False},
+            by_head=heads_first(module),
+        )
+        return self.attend() if attend is None else attend
 
     def on_update(self) -> None:
         """Mark the empty rows of the new lengths, in the buffer a captured graph reads."""
@@ -214,7 +251,7 @@ class TorchVarlenBackend(AdapterBackend):
         result = restore(o[..., : spec.dv], lse, work, q.shape[0], out)
         as_given = ready[0] is q and ready[1] is k and ready[2] is v
         if as_given and plan.width == spec.dv:
-            plan.learn(q, k, v, extras, out, lambda extras: attend)
+            plan.learn(q, k, v, extras, out, lambda extras: plan.straight())
         return result
 
 

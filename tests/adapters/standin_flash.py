@@ -86,8 +86,8 @@ def _fa2_varlen(
     return o, lse
 
 
-def flash_attn_2(page_multiple: int = 256) -> ModuleType:
-    """``flash_attn`` 2.8."""
+def flash_attn_2(page_multiple: int = 256, *, operators: bool = False) -> ModuleType:
+    """``flash_attn`` 2.8; with ``operators`` also what lies beneath its varlen function."""
     module = ModuleType("flash_attn")
     module.__version__ = "2.8.3"
     module.calls = []
@@ -133,7 +133,30 @@ def flash_attn_2(page_multiple: int = 256) -> ModuleType:
 
     module.flash_attn_varlen_func = flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    if operators:
+        module.flash_attn_interface = ModuleType("flash_attn.flash_attn_interface")
+        module.flash_attn_interface._flash_attn_varlen_forward = _fa2_operator
+        _fa2_operator.calls = []
     return module
+
+
+@torch.library.custom_op("standin_flash_attn::_flash_attn_varlen_forward", mutates_args=())
+def _fa2_operator(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
+    softmax_scale: float, causal: bool, window_size_left: int = -1, window_size_right: int = -1,
+    softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None, return_softmax: bool = False,
+    block_table: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None, zero_tensors: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    _fa2_operator.calls.append("varlen")
+    assert dropout_p == 0.0 and leftpad_k is seqused_k is None and not return_softmax
+    o, lse = _fa2_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k.tolist(), cu_seqlens_k.diff().tolist(), max_seqlen_q,
+        max_seqlen_k, softmax_scale, causal, (window_size_left, window_size_right), softcap,
+        alibi_slopes, block_table,
+    )  # fmt: skip
+    return o, lse, q.new_empty(0), q.new_empty(0)
 
 
 def _fa3_body(
@@ -180,8 +203,10 @@ def _fa3_body(
     return o.to(torch.bfloat16 if fp8 else q.dtype), lse
 
 
-def flash_attn_3(flags: dict[str, bool] | None = None) -> tuple[ModuleType, ModuleType]:
-    """``flash_attn_interface`` and ``flash_attn_config``."""
+def flash_attn_3(
+    flags: dict[str, bool] | None = None, *, operators: bool = False
+) -> tuple[ModuleType, ModuleType]:
+    """``flash_attn_interface`` and ``flash_attn_config``; ``operators`` as for version 2."""
     module, config = ModuleType("flash_attn_interface"), ModuleType("flash_attn_config")
     module.__version__ = "3.0.0"
     config.CONFIG = {"build_flags": flags or {}}
@@ -223,7 +248,52 @@ def flash_attn_3(flags: dict[str, bool] | None = None) -> tuple[ModuleType, Modu
 
     module.flash_attn_varlen_func = flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    if operators:
+        module.flash_attn_3_gpu = torch.ops.standin_flash_attn_3
+        FA3_CALLS.clear()
     return module, config
+
+
+#: The schema of FlashAttention 3's operator, without the aliases of outputs.
+_FA3_SCHEMA = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, "
+    "Tensor? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None, "
+    "Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_cos=None, "
+    "Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None, "
+    "Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, "
+    "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "int attention_chunk=0, float softcap=0.0, bool is_rotary_interleaved=False, "
+    "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0, "
+    "Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+FA3_CALLS: list[tuple[str, int, int]] = []
+
+
+def _fa3_operator(*args, **kwargs):
+    given = {x.name: x.default_value for x in torch.ops.standin_flash_attn_3.fwd.default._schema
+             .arguments[3:]}  # fmt: skip
+    given |= dict(zip(given, args[3:]), **kwargs)  # torch leaves out what equals a default
+    absent = ("k_new", "v_new", "q_v", "out", "seqused_q", "kv_batch_idx", "scheduler_metadata")
+    assert all(given[name] is None for name in absent)
+    q, k, v = args[:3]
+    starts, lengths, table = given["cu_seqlens_k"], given["seqused_k"], given["page_table"]
+    kind = "paged" if starts is None else "ragged"
+    FA3_CALLS.append((kind, given["max_seqlen_q"], given["num_splits"]))
+    o, lse = _fa3_body(
+        q, k, v, given["cu_seqlens_q"], None if starts is None else starts.tolist(),
+        (starts.diff() if lengths is None else lengths).tolist(), given["softmax_scale"],
+        given["is_causal"], (given["window_size_left"], given["window_size_right"]),
+        given["softcap"], table, None, given["k_descale"], given["v_descale"],
+        table is not None and k.shape[1] % 128 == 0 and given["leftpad_k"] is None,
+    )  # fmt: skip
+    return o, lse, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
+
+
+_LIBRARY = torch.library.Library("standin_flash_attn_3", "DEF")
+_LIBRARY.define(_FA3_SCHEMA)
+_LIBRARY.impl("fwd", _fa3_operator, "CompositeExplicitAutograd")
 
 
 def flash_attn_4() -> ModuleType:

@@ -13,11 +13,13 @@ import pytest
 import torch
 from support import make_call, on_device_only, reference, run
 
+from attn_backends.adapters import torch_varlen
 from attn_backends.adapters.flash_attention import FlashAttentionBackend
 from attn_backends.adapters.flashinfer import FlashInferBackend
 from attn_backends.adapters.torch_flex import TorchFlexBackend
 from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
+from attn_backends.backend import RunExtras
 from attn_backends.batch import Batch
 from attn_backends.conformance import run_conformance
 from attn_backends.errors import InvalidInputError
@@ -162,6 +164,37 @@ def test_layers_after_the_first_are_right(name: str, paged: bool, steps: str) ->
         size = want.o.float().abs().amax().clamp_min(1.0)
         assert bool(((got.o.cpu().float() - want.o.float()).abs() <= 2 * step * size).all())
         assert bool(((got.lse.cpu() - want.lse).abs() <= step).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", ["fa2", "fa3", "torch_varlen"])
+def test_layers_after_the_first_call_an_operator_and_get_the_same_bits(
+    name: str, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, values = TARGETS[name]
+    options = backend.Options.model_validate(values)
+    missing = backend.dependency_reasons(options)
+    if missing:
+        pytest.skip("not run: " + "; ".join(map(str, missing)))
+    spec = AttentionSpec(8, 2, 64, page_size=WAITS[name][0] if paged else None)
+    if paged and spec.page_size is None:
+        pytest.skip("this release has no pages")
+    call = make_call(spec, [17, 5], [40, 33])
+    batch = Batch.from_lengths([17, 5], [40, 33], page_table=call.batch.page_table, device="cuda")
+    bound = backend(spec, device="cuda", options=options)
+    plan = bound.plan(batch)
+    q, k, v = call.q.cuda(), call.k.cuda(), call.v.cuda()
+    first = bound.run(q, k, v, plan)
+    if name == "torch_varlen":
+        monkeypatch.setattr(torch_varlen._module(), "varlen_attn", None)
+    else:  # whatever the repeat calls, it is none of the public functions
+        for function in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
+            monkeypatch.setattr(bound.build.module, function, None)
+        assert plan.call.beneath(RunExtras(None, None, None, None, None)) is not None
+    again = bound.run(q, k, v, plan)
+    assert plan.repeat is not None
+    assert torch.equal(first.o, again.o) and torch.equal(first.lse, again.lse)
 
 
 @pytest.mark.gpu
