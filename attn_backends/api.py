@@ -207,7 +207,7 @@ def _flat_mask(
     if mask.dim() == 2 and mask.shape == (rows, keys):
         mask = mask.expand(batch, rows, keys)
     if mask.dim() == 3 and mask.shape == (batch, rows, keys):
-        return mask.reshape(-1)
+        return mask.contiguous().view(-1)  # flat of any other layout may still be a strided view
     if mask.dim() == 1 and mask.shape[0] == batch * rows * keys:
         return mask
     allowed = f"[{rows}, {keys}] or [{batch}, {rows}, {keys}]"

@@ -194,6 +194,22 @@ def test_paged_dense_queries_may_be_padded() -> None:
     assert not o[0, 1:].any() and (lse[0, 1:] == -INF).all()
 
 
+@pytest.mark.parametrize("rows, keys", [(1, 1), (1, 5), (3, 5)])
+def test_dense_masks_may_have_any_strides(rows: int, keys: int) -> None:
+    q, k = make(2, rows, 4, 8, seed=1), make(2, keys, 2, 8, seed=2)
+    mask = make(2, rows, keys, seed=3) > 0
+    wide = torch.zeros(2, rows, 2 * keys, dtype=torch.bool)
+    wide[..., ::2] = mask
+
+    def same(given: torch.Tensor, as_this: torch.Tensor) -> bool:
+        got, want = (ab.attention(q, k, k, mask=m) for m in (given, as_this.clone()))
+        return torch.equal(got.o, want.o) and torch.equal(got.lse, want.lse)
+
+    assert same(wide[..., ::2], mask)
+    assert same(mask.mT.contiguous().mT, mask)
+    assert same(mask[0], mask[:1].repeat(2, 1, 1))
+
+
 def test_masks_come_in_the_shape_of_the_call() -> None:
     q, k = make(2, 3, 4, 8), make(2, 5, 2, 8, seed=1)
     mask = make(2, 3, 5, seed=4) > 0
