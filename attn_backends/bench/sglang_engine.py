@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from .serving import undisturbed
+from .serving_models import wait_until_ready
 
 SETTINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-#: A file that appears in the model's folder when it is complete.
-READY = "complete"
 
 
 def build(options: dict[str, Any]) -> Any:
     """The engine, with its radix cache, chunked prefill and decode graphs."""
     import sglang
 
-    while not (Path(options["model"]) / READY).exists():
-        time.sleep(0.05)  # whoever started this is still writing the model
+    wait_until_ready(options["model"])
     arguments = {
         "model_path": options["model"],
         "attention_backend": options["backend"],

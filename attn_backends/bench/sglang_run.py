@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from .serving import OURS, Engine, Note, serve_models, smollm2_folder, wait_for
+from .serving_models import READY, drawn_folder
 from .serving_rates import throughput
 from .serving_tokens import Times, agreement
-from .sglang_engine import READY
 from .vllm_prompts import random_ids, tokenized
 
 PEERS = {"cuda": "triton", "cpu": "torch_native"}
@@ -83,31 +83,6 @@ MODELS = {
         "Gemma 2 shape, 8 layers, windows of 128, random weights", 32000, "Gemma2", GEMMA2
     ),
 }
-
-
-def drawn_folder(drawn: Model, device: str, target: Path) -> Path:
-    """A checkpoint of a shape, with weights as wide as those that models start from."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{drawn.family}Config")(**drawn.shape, dtype=torch.bfloat16)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = getattr(transformers, f"{drawn.family}ForCausalLM")(config)
-    finally:
-        torch.set_default_dtype(before)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.02)
-    model.save_pretrained(target)
-    del model
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return target
 
 
 def start(
@@ -195,11 +170,11 @@ def serve(
     try:
         if model.family:
             prompts = random_ids(model.vocabulary)
-            drawn_folder(model, options.device, folder)
+            drawn_folder(model.family, model.shape, options.device, folder)
         else:
             prompts = tokenized(smollm2_folder(options.gguf, folder))
+            (folder / READY).touch()
         prompts = prompts[: options.prompts] if options.prompts else prompts
-        (folder / READY).touch()
         scorer = start_scorer(model, folder, work) if options.device == "cuda" else None
         others = [scorer] if scorer is not None else []
         started = wait_for(

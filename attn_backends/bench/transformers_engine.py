@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .serving import undisturbed
+from .serving_models import wait_until_ready
 
 #: Texts scored at a time, and how many of its own best tokens float32 adds to those asked for.
 AT_ONCE, OWN = 8, 4
@@ -26,13 +27,33 @@ def build(options: dict[str, Any]) -> Any:
     """The model, on the GPU if there is one."""
     from transformers import AutoModelForCausalLM
 
+    wait_until_ready(options["model"])
+    attention = options.get("attention", "sdpa")
+    if attention.startswith("float8"):
+        attention = over_rounded_keys(getattr(torch, attention))
     model: Any = AutoModelForCausalLM.from_pretrained(
         options["model"],
         dtype=getattr(torch, options["dtype"]),
-        attn_implementation=options.get("attention", "sdpa"),
+        attn_implementation=attention,
     )
     model.generation_config.eos_token_id = None  # a token like any other, as engines are told
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def over_rounded_keys(dtype: torch.dtype) -> str:
+    """The name of an attention that sees keys and values as a cache of this dtype has them."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
+        k, v = k.to(dtype).to(k.dtype), v.to(dtype).to(v.dtype)
+        return sdpa_attention_forward(module, q, k, v, mask, **more)
+
+    name = str(dtype).removeprefix("torch.")
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
 
 
 @torch.inference_mode()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .serving import undisturbed
+from .serving_models import wait_until_ready
 
 #: Uniform weights of this half width have the spread that trained models start from.
 WEIGHT = 0.035
@@ -49,10 +50,25 @@ def spread_dummy_weights() -> None:
     DummyModelLoader.load_weights = load_weights  # type: ignore[method-assign]
 
 
+def start_sooner() -> None:
+    """Leave out of the start what takes half a minute, and what greedy tokens do not need.
+
+    vLLM looks at a model's class in another process, which imports everything once more; and it
+    compiles the kernels of random sampling.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    registry._run_in_subprocess = lambda look: look()
+    GPUModelRunner._dummy_sampler_run = lambda self, hidden_states: None
+
+
 def build(options: dict[str, Any]) -> Any:
     """The engine, with prefix caching, chunked prefill and decode graphs."""
     from vllm import LLM
 
+    start_sooner()
+    wait_until_ready(options["model"])
     name = options["backend"]
     if options["ours"]:
         from ..engines.vllm import backend_name
@@ -105,11 +121,11 @@ class Watch:
 
         def build(builder: Any, *args: Any, **kwargs: Any) -> Any:
             step = plain(builder, *args, **kwargs)
-            part = next(iter(step.parts.values()))[0]
-            if part.plan.capacity is None:
+            if any(plan.capacity is None for plan in plans_of(step)):
                 self.steps["planned"] += 1
             elif builder._capturing:
                 self.sizes |= {key for _, key in builder._captured}
+                self.sizes |= {key for each in builder.context.values() for key in each._captured}
             else:
                 self.steps["replayed"] += 1
             return step
@@ -120,6 +136,12 @@ class Watch:
         """Steps since this was last asked."""
         steps, self.steps = self.steps, {"replayed": 0, "planned": 0}
         return steps
+
+
+def plans_of(step: Any) -> list[Any]:
+    """The plans of a step, those of context parallelism included."""
+    parts = [part.plan for parts in step.parts.values() for part in parts]
+    return parts + [plan for each in step.context.values() for plan in (each.context, each.own)]
 
 
 def generate(llm: Any, command: dict[str, Any]) -> dict[str, Any]:
@@ -186,8 +208,9 @@ def main() -> int:
         faulthandler.dump_traceback_later(15, repeat=True)
         watch.take()
         answer = generate(llm, json.loads(line))
-        if options["ours"]:
-            answer["steps"] = watch.take()
+        steps = watch.take()
+        if any(steps.values()):  # workers of tensor parallelism count where nobody asks
+            answer["steps"] = steps
         answers.write(json.dumps(answer) + "\n")
         faulthandler.cancel_dump_traceback_later()
     # Skip the teardown of the engine: nothing is left to save.

@@ -21,14 +21,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .serving import OURS, Engine, Note, serve_models, smollm2_folder, wait_for
+from .serving_models import (
+    READY,
+    SMALL,
+    SMALL_GEMMA2,
+    SMALL_GPT_OSS,
+    drawn_folder,
+)
 from .serving_rates import throughput
 from .serving_tokens import Times, agreement
 from .vllm_prompts import random_ids, tokenized
 
 #: No backend of vLLM: what transformers says, as the reference where vLLM's FLASH_ATTN cannot.
-TRANSFORMERS = "sdpa of transformers"
-CAPTURE = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+TRANSFORMERS = "transformers"
+CAPTURE = "1,2,4,8,16,24,32,40,48,56,64"
 
 
 @dataclass(frozen=True)
@@ -38,18 +47,23 @@ class Model:
     Attributes:
         name: What results call it.
         vocabulary: Tokens that random prompts draw from.
-        config: Its ``config.json``, for weights made by vLLM; empty for a real model.
         runs: Dtypes with the backends to serve it by; the first one is the reference.
+        config: Its ``config.json``, for weights made by vLLM.
+        drawn: Family, shape and width of embeddings of a checkpoint that is drawn. Without either
+            it is a real model.
         compiled: Dtypes whose engines are compiled, and whose throughput is measured.
         engine: Further arguments of its engines.
+        attention: What transformers computes its attention by.
     """
 
     name: str
     vocabulary: int
-    config: dict[str, Any]
     runs: dict[str, tuple[str, ...]]
-    compiled: tuple[str, ...] = ("bfloat16",)
+    config: dict[str, Any] = field(default_factory=dict)
+    drawn: tuple[str, dict[str, Any], float | None] | None = None
+    compiled: tuple[str, ...] = ()
     engine: dict[str, Any] = field(default_factory=dict)
+    attention: str = "sdpa"
 
 
 LLAMA8 = {
@@ -72,52 +86,58 @@ LLAMA8 = {
     "eos_token_id": 2,
 }
 
-#: Softcap, and windows that prompts outgrow in every other layer.
-GEMMA2 = LLAMA8 | {
-    "architectures": ["Gemma2ForCausalLM"],
-    "model_type": "gemma2",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 128,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 4,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
+#: In float32 beside transformers, in bfloat16 beside vLLM's own.
+_BOTH = {
+    "float32": (TRANSFORMERS, OURS),
+    "bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS),
 }
 
 MODELS = {
     "smollm2": Model(
         "SmolLM2-135M-Instruct",
         49152,
-        {},
-        {
-            "float32": (TRANSFORMERS, OURS),
-            "bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS),
-            "float16": ("FLASH_ATTN", OURS),
-        },
+        _BOTH | {"float16": ("FLASH_ATTN", OURS)},
+        compiled=("bfloat16",),
     ),
     "llama8": Model(
         "Llama-8B shape, 8 layers, random weights",
         128256,
-        LLAMA8,
         {"bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS)},
+        config=LLAMA8,
+        compiled=("bfloat16",),
     ),
     "gemma2": Model(
-        "Gemma 2 shape, 8 layers, windows of 128, random weights",
-        128256,
-        GEMMA2,
-        {"bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS)},
+        "Gemma 2, small: softcap 5, windows of 128",
+        32000,
+        _BOTH,
+        drawn=("Gemma2", SMALL_GEMMA2, 0.004),
+        attention="eager",
     ),
-    "llama8-fp8": Model(
-        "Llama-8B shape, 8 layers, random weights, fp8 cache",
-        128256,
-        LLAMA8,
-        {"bfloat16": ("FLASH_ATTN", "TRITON_ATTN", OURS)},
+    "gpt-oss": Model(
+        "gpt-oss, small: sinks, windows of 128",
+        32000,
+        _BOTH,
+        drawn=("GptOss", SMALL_GPT_OSS, None),
+        attention="eager",
+    ),
+    "llama-fp8": Model(
+        "Llama, small: fp8 cache",
+        32000,
+        _BOTH,
+        drawn=("Llama", SMALL, None),
         engine={"kv_cache_dtype": "fp8"},
+        attention="float8_e4m3fn",
+    ),
+    "llama-dcp": Model(
+        "Llama, small, one KV head: context parallelism over two GPUs",
+        32000,
+        {"float32": (TRANSFORMERS, OURS), "bfloat16": ("FLASH_ATTN", OURS)},
+        drawn=("Llama", SMALL | {"num_key_value_heads": 1}, None),
+        engine={
+            "tensor_parallel_size": 2,
+            "decode_context_parallel_size": 2,
+            "disable_custom_all_reduce": True,  # looking for its links takes a while
+        },
     ),
 }
 
@@ -133,10 +153,11 @@ def start(
         "ours": backend == OURS,
         "dtype": dtype,
         "compile": args.compile and dtype in model.compiled,
-        "capture": CAPTURE if args.graphs else [],
+        "capture": [int(n) for n in args.capture.split(",") if n],
         "max_model_len": 2048,
-        "kv_bytes": (6 if model.config else 3) << 30,
+        "kv_bytes": (6 if model.config else 1 if model.drawn else 3) << 30,
         "more": model.engine,
+        "attention": model.attention,
     }
     label = f"{folder.name}-{dtype}-{backend.replace(' ', '-')}"
     env = {**os.environ, "VLLM_CACHE_ROOT": str(logs / f"cache-{label}")}
@@ -159,24 +180,37 @@ def start(
     return Engine(backend, model, dtype, process, log)
 
 
-def serve(
-    name: str, work: Path, options: argparse.Namespace, deadline: float, note: Note
-) -> dict[str, Any]:
-    """All rows of a model; how its engines started."""
-    model, folder = MODELS[name], work / name
+def made(model: Model, folder: Path, gguf: str | None) -> list[list[int]]:
+    """Write the model to a folder; its prompts."""
+    if model.drawn is not None:
+        family, shape, embedding = model.drawn
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        drawn_folder(family, shape, device, folder, 0.05, embedding)
+        return random_ids(model.vocabulary)
     if model.config:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(model.config))
         prompts = random_ids(model.vocabulary)
     else:
-        prompts = tokenized(smollm2_folder(options.gguf, folder))
+        prompts = tokenized(smollm2_folder(gguf, folder))
+    (folder / READY).touch()
+    return prompts
+
+
+def serve(
+    name: str, work: Path, options: argparse.Namespace, deadline: float, note: Note
+) -> dict[str, Any]:
+    """All rows of a model; how its engines started."""
+    model, folder = MODELS[name], work / name
     asked = [dtype for dtype in model.runs if dtype in options.dtypes.split(",")]
+    # Engines import for a quarter of a minute: the model is made meanwhile.
     engines = [
         start(backend, model, dtype, folder, work, options)
         for dtype in asked
         for backend in model.runs[dtype]
     ]
     try:
+        prompts = made(model, folder, options.gguf)
         started = wait_for(engines, lambda each: f"{name} {each.dtype} {each.backend}", deadline)
         by_dtype = {
             dtype: [each for each in engines if each.dtype == dtype and each.ready]
@@ -188,7 +222,8 @@ def serve(
             until = now + (deadline - now) * options.share / (len(asked) - i)
             times = Times(until, deadline, options.patience)
             scorer = judge[0] if judge and dtype != "float32" else None
-            agreement("vllm_tokens", up, prompts, times, note, scorer)
+            if len(up) > 1:
+                agreement("vllm_tokens", up, prompts, times, note, scorer)
         for dtype in set(asked) & set(model.compiled):
             up = by_dtype[dtype]
             if options.timed:  # beside the reference
@@ -212,7 +247,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=12, help="of throughput; 0 leaves it out")
     parser.add_argument("--timed", help="backends to time beside the reference; default: all")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="eager layers")
-    parser.add_argument("--no-graphs", dest="graphs", action="store_false", help="eager decode")
+    parser.add_argument("--capture", default=CAPTURE, help="sizes of decode graphs; '' for none")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds for one answer")
     parser.add_argument("--share", type=float, default=0.5, help="of the time, for the same text")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds in all")

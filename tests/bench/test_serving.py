@@ -15,6 +15,7 @@ import torch
 
 from attn_backends.bench import (
     serving,
+    serving_models,
     serving_rates,
     serving_tokens,
     serving_truth,
@@ -338,6 +339,7 @@ def test_transformers_answers_as_an_engine(tmp_path: Path) -> None:
             model(torch.tensor([[9]])).logits[0, -1].argmax()
         )
     model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / serving_models.READY).touch()
     options = json.dumps({"model": str(tmp_path / "model"), "dtype": "float32"})
     command = [sys.executable, "-m", "attn_backends.bench.transformers_engine", options]
     process = subprocess.Popen(

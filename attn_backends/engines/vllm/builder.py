@@ -84,6 +84,7 @@ class Builder(AttentionMetadataBuilder[Step]):
                 impl.dcp_rank,
                 parallel.cp_kv_cache_interleave_size,
                 self.device,
+                getattr(parallel, "dcp_comm_backend", None) == "a2a",
             )
         else:
             self.phases[impl.spec] = choose(spec, self.device)

@@ -56,6 +56,7 @@ class ContextParallel:
         interleave: Tokens in a row on one rank.
         context: Backends of the context.
         own: Backends of the new tokens.
+        all_to_all: Whether states are exchanged by ``--dcp-comm-backend a2a``.
     """
 
     ranks: int
@@ -63,15 +64,22 @@ class ContextParallel:
     interleave: int
     context: Phases
     own: Phases
+    all_to_all: bool = False
     _captured: dict[tuple[int, int, int], tuple[Plan, Plan]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, spec: AttentionSpec, ranks: int, rank: int, interleave: int, device: torch.device
+        cls,
+        spec: AttentionSpec,
+        ranks: int,
+        rank: int,
+        interleave: int,
+        device: torch.device,
+        all_to_all: bool = False,
     ) -> ContextParallel:
         """Choose the backends of a layer; see ``specs``."""
-        context, own = specs(spec, ranks)
-        return cls(ranks, rank, interleave, choose(context, device), choose(own, device))
+        context, own = (choose(each, device) for each in specs(spec, ranks))
+        return cls(ranks, rank, interleave, context, own, all_to_all)
 
     def plan(self, requests: Requests, capacity: Capacity | None) -> ContextStep:
         """Plan both states of a step; the plans of a captured step are refilled.
@@ -105,7 +113,7 @@ class ContextParallel:
             decode = requests.max_query_len == 1
             sides = [p.decode if decode else p.prefill for p in (self.context, self.own)]
             plans = (sides[0].plan(context), sides[1].plan(own))
-        return ContextStep(*plans)
+        return ContextStep(*plans, all_to_all=self.all_to_all)
 
     def _context_lens(self, lengths: torch.Tensor) -> torch.Tensor:
         from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
@@ -125,10 +133,12 @@ class ContextStep:
     Attributes:
         context: Over the shard of the cache.
         own: Over the new tokens.
+        all_to_all: How states are exchanged.
     """
 
     context: Plan
     own: Plan
+    all_to_all: bool = False
 
     def run(
         self,
@@ -153,7 +163,7 @@ class ContextStep:
             v_scale: The same for values.
         """
         q, k, v = new
-        group, combine = _collective()
+        group, combine = _collective(self.all_to_all)
         gathered = group.all_gather(q.contiguous(), dim=1)
         shard = self.context.backend.run(
             gathered, *cache, self.context, k_scale=k_scale, v_scale=v_scale
@@ -163,15 +173,19 @@ class ContextStep:
         merge_state(o, lse, own.o, own.lse, out=(output, own.lse))
 
 
-def _collective() -> tuple[Any, Any]:
+def _collective(all_to_all: bool) -> tuple[Any, Any]:
     """The group of ranks, and vLLM's combination of partial states over it."""
     from vllm.distributed.parallel_state import get_dcp_group
 
+    name = "dcp_a2a_lse_reduce" if all_to_all else "cp_lse_ag_out_rs"
     try:
-        from vllm.v1.attention.ops.dcp import cp_lse_ag_out_rs
-    except ImportError:  # 0.20
-        from vllm.v1.attention.ops.common import cp_lse_ag_out_rs
-    return get_dcp_group(), cp_lse_ag_out_rs
+        from vllm.v1.attention.ops import dcp as operations
+    except ImportError:  # before 0.30
+        if all_to_all:
+            from vllm.v1.attention.ops import dcp_alltoall as operations
+        else:
+            from vllm.v1.attention.ops import common as operations
+    return get_dcp_group(), getattr(operations, name)
 
 
 __all__ = ["ContextParallel", "ContextStep", "check_layer", "specs"]

@@ -102,7 +102,9 @@ class Shards:
     def run(self, monkeypatch, parallels, capacity=None, sinks=None):
         """Outputs of both ranks; a first round fills the group with every rank's state."""
         group = Group(self.q)
-        monkeypatch.setattr(context_parallel, "_collective", lambda: (group, group.combine))
+        monkeypatch.setattr(
+            context_parallel, "_collective", lambda all_to_all: (group, group.combine)
+        )
         outs = [torch.full_like(q, float("nan")) for q in self.q]
         for _ in range(2):
             for rank, parallel in enumerate(parallels):

@@ -192,3 +192,20 @@ def test_the_share_of_a_rank_is_the_engines():
     parallel = ContextParallel(2, 1, 4, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     lens = torch.arange(20, dtype=torch.int32)
     assert torch.equal(parallel._context_lens(lens), get_dcp_local_seq_lens(lens, 2, 1, 4))
+
+
+@pytest.mark.parametrize(
+    "all_to_all, name", [(False, "cp_lse_ag_out_rs"), (True, "dcp_a2a_lse_reduce")]
+)
+def test_ranks_exchange_states_as_vllm_was_told(monkeypatch, all_to_all, name):
+    """``--dcp-comm-backend`` decides; both take what the plug passes."""
+    from vllm.config import ParallelConfig
+    from vllm.distributed import parallel_state
+
+    from attn_backends.engines.vllm import context_parallel
+
+    assert "dcp_comm_backend" in parameters(ParallelConfig)
+    monkeypatch.setattr(parallel_state, "get_dcp_group", lambda: "the group")
+    group, combine = context_parallel._collective(all_to_all)
+    assert group == "the group" and combine.__name__ == name
+    inspect.signature(combine).bind(None, None, group, return_lse=True)
