@@ -14,7 +14,7 @@ from ..output import AttentionOutput
 from .configs import PrefillConfig, SplitConfig, fit_stages
 from .kernels import launcher_of, next_power_of_2
 from .launch import Launcher, launch
-from .operands import Operands
+from .operands import TINY_SCALE, Operands
 
 if TYPE_CHECKING:
     from .hopper_call import HopperCall
@@ -268,7 +268,7 @@ class Call:
         scale, v_factor = self.scale, 1.0
         sinks, slopes, mask, k_scale, v_scale = extras
         if k_scale is not None and not isinstance(k_scale, torch.Tensor):
-            scale, k_scale = scale * k_scale, None
+            scale, k_scale = max(scale * k_scale, TINY_SCALE), None
         if v_scale is not None and not isinstance(v_scale, torch.Tensor):
             v_factor, v_scale = float(v_scale), None
         if self.bytes:

@@ -29,6 +29,7 @@ from .primitives import (
     load_query,
     natural_lse,
     normalise,
+    scale_keys,
     score_unit,
     store_rows,
 )
@@ -147,7 +148,7 @@ def _split_fwd_kernel(
         q_ptr, token * stride_qt + head * stride_qh, row_valid, D, D0, D1, COMPUTE, FP8_Q, ROW_SCALE
     )
     if HAS_K_SCALE:
-        scale *= tl.load(k_scale_ptr + kv_head * k_scale_step)
+        scale = scale_keys(scale, k_scale_ptr + kv_head * k_scale_step)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + head) * LOG2E

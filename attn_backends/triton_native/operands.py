@@ -11,14 +11,14 @@ from ..backend import RunExtras
 from ..batch import Batch
 from ..output import AttentionOutput
 from ..spec import AttentionSpec
+from . import primitives
 from .configs import split_lanes
 
 if TYPE_CHECKING:
     from .plan import Formats
 
 LOG2E = 1.4426950408889634
-#: Stands in for a scale of 0, so that masked scores stay -inf; exp2 of anything times it is 1.
-TINY_SCALE = 1.2e-38
+TINY_SCALE = primitives.TINY_SCALE.value
 #: Elements that offsets of 32 bits reach, with room to spare.
 NARROW_ELEMENTS = 2**30
 
@@ -142,4 +142,4 @@ class Operands:
         )  # fmt: skip
 
 
-__all__ = ["Operands", "scale_kind"]
+__all__ = ["TINY_SCALE", "Operands", "scale_kind"]

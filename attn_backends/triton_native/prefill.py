@@ -26,6 +26,7 @@ from .primitives import (
     load_query,
     natural_lse,
     normalise,
+    scale_keys,
     score_unit,
     store_rows,
 )
@@ -145,7 +146,7 @@ def _prefill_fwd_kernel(
         ROW_SCALE,
     )  # fmt: skip
     if HAS_K_SCALE:
-        scale *= tl.load(k_scale_ptr + kv_head * k_scale_step)
+        scale = scale_keys(scale, k_scale_ptr + kv_head * k_scale_step)
     slope = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slope = tl.load(slopes_ptr + head) * LOG2E

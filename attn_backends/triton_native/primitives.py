@@ -19,6 +19,8 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
+#: Stands in for a scale of 0, so that masked scores stay -inf; exp2 of anything times it is 1.
+TINY_SCALE = tl.constexpr(1.2e-38)
 
 
 @triton.jit
@@ -289,6 +291,13 @@ def attend(
     if LANE_SUMS:
         l = tl.sum(sums, 1)  # noqa: E741
     return acc0, acc1, m, l
+
+
+@triton.jit
+def scale_keys(scale, k_scale_ptr):
+    """The scale of scores times that of keys, which may be 0 or come close; NaN stays visible."""
+    scale *= tl.load(k_scale_ptr)
+    return tl.where(scale < TINY_SCALE, TINY_SCALE, scale)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from ..layouts import empty, guard
 from ..output import AttentionOutput
 from ..triton_compiled import is_hooked
 from .call import Call
+from .operands import TINY_SCALE
 
 _ABSENT, _TENSOR, _NUMBER, _OTHER = range(4)
 _new = tuple.__new__
@@ -153,7 +154,7 @@ class Repeat:
         scale, v_factor, spare = self._scale, 1.0, self._spare
         sinks, slopes, mask, k_scale, v_scale = extras
         if type(k_scale) is float:
-            scale, k_scale = scale * k_scale, None
+            scale, k_scale = max(scale * k_scale, TINY_SCALE), None
         if type(v_scale) is float:
             v_factor, v_scale = v_scale, None
         at = [spare if x is None else x.data_ptr() for x in (sinks, slopes, mask, k_scale, v_scale)]

@@ -115,6 +115,27 @@ def test_fp8_keys_carry_their_scales(
     p.check(lab.run(p, **options))
 
 
+@pytest.mark.parametrize("options", KERNELS)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    "sm_scale, k_scale",
+    [
+        (None, torch.zeros(1)), (None, torch.tensor([0.0, 0.5])), (None, 1e-40), (0.0, 0.25),
+        (0.0, torch.tensor([1e-10, 1.0])),
+    ],
+)  # fmt: skip
+def test_scales_of_keys_that_vanish_weigh_the_visible_keys_alike(
+    lab: SimpleNamespace, sm_scale: float | None, k_scale: Any, softcap: float | None,
+    options: dict[str, int],
+) -> None:  # fmt: skip
+    spec = AttentionSpec(
+        4, 2, 16, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, window=(4, None),
+        sm_scale=sm_scale, softcap=softcap,
+    )  # fmt: skip
+    p = lab.Problem(spec, [2, 3], [40, 3], fp8_scales=(k_scale, None))
+    p.check(lab.run(p, **options))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_fp8_keys_serve_every_query_dtype(lab: SimpleNamespace, dtype: torch.dtype) -> None:
     spec = AttentionSpec(4, 2, 32, dtype=dtype, kv_dtype=torch.float8_e4m3fn)
