@@ -29,6 +29,7 @@ from ..batch import Batch
 from ..capabilities import Capabilities, IntSet
 from ..capacity import Capacity
 from ..errors import Reason
+from ..layouts import remembered
 from ..output import AttentionOutput
 from ..packages import Probe, probe
 from ..spec import AttentionSpec
@@ -209,13 +210,28 @@ class FlashAttention2(FlashBuild):
 
             return attend
 
+        def beneath(extras: RunExtras) -> Attend:
+            given = dict(fixed, alibi_slopes=extras.alibi_slopes)
+            tall = remembered(lambda q: q.unsqueeze(1))
+            flat, narrow = remembered(lambda o: o.squeeze(1)), remembered(lambda s: s.squeeze(2))
+
+            def attend(
+                q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any = None
+            ) -> AttentionOutput:
+                found = function(q=tall(q), k_cache=k, v_cache=v, **given)
+                return state_of(flat(found[0]), narrow(found[1]), out)
+
+            return attend
+
         def by_sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
             """A query for every sequence, also those that have none, and each row's sequence."""
             first = batch.cu_seqlens_q[:-1].clamp(max=q.shape[0] - 1)
             sequence = token_positions(batch)[0][: q.shape[0]]
             return *aligned_tensors(q.index_select(0, first), k, v), sequence
 
-        return FlashCall(by_sequence if work.replayed else aligned_tensors, library, spec.dv)
+        if work.replayed:
+            return FlashCall(by_sequence, library, spec.dv)
+        return FlashCall(aligned_tensors, library, spec.dv, beneath)
 
     def _varlen(self, spec: AttentionSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The varlen entry point, which gives o and the LSE first, and what the spec fixes."""
@@ -285,8 +301,20 @@ class VllmFlashAttention2(FlashAttention2):
         return self.module.flash_attn_varlen_func, fixed
 
     def _beneath(self, extras: RunExtras, fixed: dict[str, Any]) -> Attend | None:
-        """Nothing: its function calls the operator itself."""
-        return None
+        """The extension's operator; with lengths it looks at no starts of keys, but wants some."""
+        dropped = ("window_size", "return_softmax_lse", "fa_version", "causal")
+        left, right = fixed["window_size"]
+        values = dict(
+            cu_seqlens_k=fixed["cu_seqlens_q"],
+            is_causal=fixed["causal"],
+            p_dropout=0.0,
+            window_size_left=left,
+            window_size_right=right,
+            alibi_slopes=extras.alibi_slopes,
+        )
+        values.update({k: v for k, v in fixed.items() if k not in dropped})
+        otherwise = dict(zero_tensors=False, return_softmax=False, num_splits=0)
+        return attend_beneath(vllm_operator(2, "varlen_fwd"), values, otherwise)
 
     def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
         return {"cu_seqlens_q": batch.cu_seqlens_q, "seqused_k": batch.seqlens_k}
@@ -304,6 +332,14 @@ def vllm_release() -> str | None:
     return version
 
 
+def vllm_operator(version: int, name: str) -> Any:
+    """An operator of vLLM's extension of this version, or None."""
+    interface = probe("vllm.vllm_flash_attn.flash_attn_interface").module
+    if not hasattr(interface, f"_vllm_fa{version}_C"):
+        return None
+    return getattr(getattr(getattr(torch.ops, f"_vllm_fa{version}_C"), name, None), "default", None)
+
+
 def vllm_reasons(version: int) -> list[Reason]:
     """Why vLLM's extension of this version does not load, in vLLM's own words."""
     interface = probe("vllm.vllm_flash_attn.flash_attn_interface").module
@@ -315,4 +351,4 @@ def vllm_reasons(version: int) -> list[Reason]:
 
 
 __all__ = ["FlashAttention2", "VllmFlashAttention2", "safe_bounds", "vllm_reasons"]
-__all__ += ["vllm_release", "wide_enough"]
+__all__ += ["vllm_operator", "vllm_release", "wide_enough"]

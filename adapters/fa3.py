@@ -27,7 +27,7 @@ from ..packages import Probe, probe
 from ..spec import FP8_DTYPES, AttentionSpec
 from .adapter import Attend
 from .arrange import Arrangement
-from .fa2 import vllm_reasons, vllm_release
+from .fa2 import vllm_operator, vllm_reasons, vllm_release
 from .flash_build import (
     FlashBuild,
     FlashCall,
@@ -74,8 +74,11 @@ _OPERATOR_NAMES = {
     "causal": "is_causal",
     "cache_seqlens": "seqused_k",
     "cache_leftpad": "leftpad_k",
+    "block_table": "page_table",
 }
-_NOT_BENEATH = ("window_size", "return_attn_probs", "return_softmax_lse")
+_NOT_BENEATH = ("window_size", "return_attn_probs", "return_softmax_lse", "fa_version")
+#: What vLLM's takes besides, without defaults.
+_NOT_EVERYWHERE = {"is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
 
 #: A bound on queries per sequence under which no tile shape depends on the batch.
 _FIXED_MAX_Q = 512
@@ -251,7 +254,7 @@ class FlashAttention3(FlashBuild):
                 values["v_descale"] = scales.of("v", extras.v_scale)
             if not paged:
                 values["cu_seqlens_k"] = dense.starts
-            return attend_beneath(self.operator(), operator_values(values))
+            return attend_beneath(self.operator(), operator_values(values), _NOT_EVERYWHERE)
 
         return FlashCall(tensors, library, spec.dv, None if mla else beneath)
 
@@ -317,8 +320,8 @@ class VllmFlashAttention3(FlashAttention3):
         return reasons
 
     def operator(self) -> Any:
-        """None: its function calls the operator itself."""
-        return None
+        """The operator of vLLM's extension."""
+        return vllm_operator(3, "fwd")
 
     def _skip_unused_slots(self, work: Arrangement) -> dict[str, torch.Tensor]:
         raise AssertionError("refused by extra_reasons")

@@ -261,8 +261,11 @@ def score_mod(spec: AttentionSpec, padded: Padded, extras: RunExtras) -> Mod | N
     """What happens to a scaled score before it is masked: fp8 scale, softcap, ALiBi."""
     if spec.softcap is None and extras.alibi_slopes is None and extras.k_scale is None:
         return None
-    cap, slopes = spec.softcap, extras.alibi_slopes
-    k_scale = None
+    slopes, cap, k_scale = extras.alibi_slopes, None, None
+    if spec.softcap is not None:
+        # A tensor: the compiler makes one of a captured float, on the wrong device, and fails.
+        wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
+        cap = torch.full((spec.num_heads,), spec.softcap, dtype=wide, device=padded.q_lens.device)
     if extras.k_scale is not None:
         k_scale = per_head(extras.k_scale, spec, padded.q_lens.device)
     diagonal = padded.kv_lens - padded.q_lens
@@ -273,7 +276,7 @@ def score_mod(spec: AttentionSpec, padded: Padded, extras: RunExtras) -> Mod | N
         if k_scale is not None:
             score = score * k_scale[h]
         if cap is not None:
-            score = cap * torch.tanh(score / cap)
+            score = cap[h] * torch.tanh(score / cap[h])
         if slopes is not None:
             score = score - slopes[h] * (i + diagonal[b] - j).abs()
         return score

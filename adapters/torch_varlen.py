@@ -99,6 +99,7 @@ class TorchVarlenPlan(AdapterPlan):
         width = round_up(max(self.spec.head_dim, self.spec.dv), 8)
         self.width = width if self.gathers else self.spec.head_dim
         self._arguments = {} if self.idle else self._fixed()
+        self._by_head: bool | None = None  # whether the LSE is [H, T]; known after a run
 
     def _fixed(self) -> dict[str, Any]:
         """Arguments that all layers share, of those that this PyTorch has."""
@@ -134,19 +135,19 @@ class TorchVarlenPlan(AdapterPlan):
 
     def attend(self) -> Attend:
         """What computes tensors like those that ``tensors`` gave, ``(o [T', H, >= DV], lse)``."""
-        module, turned = _module(), None
+        module = _module()
         function, fixed = module.varlen_attn, dict(self._arguments)
         fixed["cu_seq_k"] = self.dense.starts if self.gathers else None
 
         def attend(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: AttentionOutput | None = None
         ) -> AttentionOutput:
-            nonlocal turned
             o, lse = function(query=q, key=k, value=v, **fixed)
-            if turned is None:  # the first time; a release does it one way or the other
+            if self._by_head is None:  # a release does it one way or the other
                 rows, heads, _ = q.shape
-                turned = heads_first(module) if rows == heads else lse.shape[0] == heads
-            return state_of(o, lse.mT if turned else lse, out)
+                unclear = rows == heads
+                self._by_head = heads_first(module) if unclear else lse.shape[0] == heads
+            return state_of(o, lse.mT if self._by_head else lse, out)
 
         return attend
 
@@ -154,7 +155,7 @@ class TorchVarlenPlan(AdapterPlan):
         """The same for layers after the first, where it can through the operator beneath."""
         module, fixed = _module(), self._arguments
         device = self.work.batch.device
-        if module.__name__ != _NAME or not _flash(module, device):
+        if module.__name__ != _NAME or not _flash(module, device) or self._by_head is None:
             return self.attend()
         window = fixed.get("window_size", (-1, 0 if fixed.get("is_causal") else -1))
         values = dict(
@@ -172,7 +173,7 @@ class TorchVarlenPlan(AdapterPlan):
             torch.ops.aten._flash_attention_forward.default,
             values,
             {"dropout_p": 0.0, "return_debug_mask": False},
-            by_head=heads_first(module),
+            by_head=self._by_head,
         )
         return self.attend() if attend is None else attend
 

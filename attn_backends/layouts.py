@@ -60,6 +60,24 @@ def _as_strided(
 restride: Callable[..., torch.Tensor] = _as_strided if _reinterpret is None else _reinterpret
 
 
+def remembered(view: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """A view that starts where its tensor does, of tensors that are all laid out alike.
+
+    Its layout is asked for once; after that the view is made of the layout.
+    """
+    layout: tuple[Any, ...] | None = None
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        nonlocal layout
+        if layout is not None:
+            return restride(x, *layout)
+        made = view(x)
+        layout = (tuple(made.shape), made.stride())
+        return made
+
+    return call
+
+
 def guard(*tensors: Any) -> Callable[..., bool] | None:
     """A function that tells whether as many tensors are laid out like these.
 
@@ -120,4 +138,4 @@ def _works() -> bool:
 
 _COMPILED = _works()
 
-__all__ = ["empty", "guard", "layout", "maker", "restride"]
+__all__ = ["empty", "guard", "layout", "maker", "remembered", "restride"]

@@ -5,7 +5,7 @@ Every function takes keywords only, so that a call by position fails here.
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from standin_kernel import attend, pages
@@ -136,7 +136,6 @@ def flash_attn_2(page_multiple: int = 256, *, operators: bool = False) -> Module
     if operators:
         module.flash_attn_interface = ModuleType("flash_attn.flash_attn_interface")
         module.flash_attn_interface._flash_attn_varlen_forward = _fa2_operator
-        _fa2_operator.calls = []
     return module
 
 
@@ -149,7 +148,7 @@ def _fa2_operator(
     block_table: torch.Tensor | None = None, leftpad_k: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None, zero_tensors: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    _fa2_operator.calls.append("varlen")
+    OPERATOR_CALLS.append("ragged" if block_table is None else "paged")
     assert dropout_p == 0.0 and leftpad_k is seqused_k is None and not return_softmax
     o, lse = _fa2_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k.tolist(), cu_seqlens_k.diff().tolist(), max_seqlen_q,
@@ -249,8 +248,7 @@ def flash_attn_3(
     module.flash_attn_varlen_func = flash_attn_varlen_func
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     if operators:
-        module.flash_attn_3_gpu = torch.ops.standin_flash_attn_3
-        FA3_CALLS.clear()
+        module.flash_attn_3_gpu = _FA3_OPERATORS
     return module, config
 
 
@@ -268,19 +266,17 @@ _FA3_SCHEMA = (
     "Tensor? scheduler_metadata=None, int num_splits=0, bool? pack_gqa=None, int sm_margin=0, "
     "Tensor? sinks=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-FA3_CALLS: list[tuple[str, int, int]] = []
 
 
-def _fa3_operator(*args, **kwargs):
-    given = {x.name: x.default_value for x in torch.ops.standin_flash_attn_3.fwd.default._schema
-             .arguments[3:]}  # fmt: skip
+def _fa3_operator(*args, schema, **kwargs):
+    given = {x.name: x.default_value for x in schema.arguments[3:]}
     given |= dict(zip(given, args[3:]), **kwargs)  # torch leaves out what equals a default
     absent = ("k_new", "v_new", "q_v", "out", "seqused_q", "kv_batch_idx", "scheduler_metadata")
-    assert all(given[name] is None for name in absent)
+    assert all(given[name] is None for name in absent) and not given["sm_margin"]
+    assert given.get("cp_world_size", 1) == 1 and not given.get("cp_rank")
     q, k, v = args[:3]
     starts, lengths, table = given["cu_seqlens_k"], given["seqused_k"], given["page_table"]
-    kind = "paged" if starts is None else "ragged"
-    FA3_CALLS.append((kind, given["max_seqlen_q"], given["num_splits"]))
+    OPERATOR_CALLS.append("paged" if starts is None else "ragged")
     o, lse = _fa3_body(
         q, k, v, given["cu_seqlens_q"], None if starts is None else starts.tolist(),
         (starts.diff() if lengths is None else lengths).tolist(), given["softmax_scale"],
@@ -291,9 +287,72 @@ def _fa3_operator(*args, **kwargs):
     return o, lse, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
 
 
-_LIBRARY = torch.library.Library("standin_flash_attn_3", "DEF")
-_LIBRARY.define(_FA3_SCHEMA)
-_LIBRARY.impl("fwd", _fa3_operator, "CompositeExplicitAutograd")
+#: Those of vLLM 0.20, which have no defaults.
+_VLLM_FA2_SCHEMA = (
+    "varlen_fwd(Tensor q, Tensor k, Tensor v, Tensor? out, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, "
+    "Tensor? alibi_slopes, int max_seqlen_q, int max_seqlen_k, float p_dropout, "
+    "float softmax_scale, bool zero_tensors, bool is_causal, int window_size_left, "
+    "int window_size_right, float softcap, bool return_softmax, int num_splits, Generator? gen) "
+    "-> Tensor[]"
+)
+_VLLM_FA3_SCHEMA = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, "
+    "Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, "
+    "Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, "
+    "float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, "
+    "bool? pack_gqa, int sm_margin, Tensor? s_aux, int cp_world_size, int cp_rank, "
+    "Tensor? cp_tot_seqused_k) -> Tensor[]"
+)
+
+
+def _vllm_fa2_operator(
+    q, k, v, out, cu_q, cu_k, used_k, leftpad, table, slopes, max_q, max_k, dropout, scale, zero,
+    causal, left, right, softcap, return_softmax, num_splits, gen,
+):  # fmt: skip
+    assert out is leftpad is gen is None and not (zero or return_softmax or dropout or num_splits)
+    OPERATOR_CALLS.append("ragged" if table is None else "paged")
+    lengths = (cu_k.diff() if used_k is None else used_k).tolist()
+    o, lse = _fa2_varlen(
+        q, k, v, cu_q, cu_k.tolist(), lengths, max_q, max_k, scale, causal, (left, right), softcap,
+        slopes, table,
+    )  # fmt: skip
+    return [o, lse]
+
+
+def _define(schema, function):
+    """An operator of a schema; Python functions are told theirs."""
+    namespace = f"standin_{function.__name__}_{len(_LIBRARIES)}"
+    library = torch.library.Library(namespace, "DEF")
+    _LIBRARIES.append(library)  # its end would be the operator's
+    library.define(schema)
+    name = schema.split("(")[0]
+    operator = getattr(getattr(torch.ops, namespace), name)
+    if function is _fa3_operator:
+        known = operator.default._schema
+        whole = _VLLM_FA3_SCHEMA is schema
+
+        def call(*args, **kwargs):
+            found = function(*args, schema=known, **kwargs)
+            return list(found) if whole else found
+
+        library.impl(name, call, "CompositeExplicitAutograd")
+    else:
+        library.impl(name, function, "CompositeExplicitAutograd")
+    return operator
+
+
+#: What operators were called for.
+OPERATOR_CALLS: list[str] = []
+_LIBRARIES: list[torch.library.Library] = []
+_FA3_OPERATORS = SimpleNamespace(fwd=_define(_FA3_SCHEMA, _fa3_operator))
+VLLM_OPERATORS = {
+    2: _define(_VLLM_FA2_SCHEMA, _vllm_fa2_operator).default,
+    3: _define(_VLLM_FA3_SCHEMA, _fa3_operator).default,
+}
 
 
 def flash_attn_4() -> ModuleType:

@@ -14,9 +14,10 @@ from standin_varlen import varlen
 from support import assert_close, make_call, reference, run
 
 from attn_backends.adapters import torch_flex, torch_sdpa
-from attn_backends.adapters.torch_flex import TorchFlexBackend
+from attn_backends.adapters.torch_flex import TorchFlexBackend, TorchFlexPlan, score_mod
 from attn_backends.adapters.torch_sdpa import TorchSdpaBackend
 from attn_backends.adapters.torch_varlen import TorchVarlenBackend
+from attn_backends.backend import RunExtras
 from attn_backends.conformance import run_conformance
 from attn_backends.errors import UnsupportedCallError
 from attn_backends.spec import AttentionSpec
@@ -212,3 +213,18 @@ def test_later_layers_call_what_was_compiled_for_the_first(
             assert_close(run(backend, call, plan), reference(call))
     first, later = ["outer", "inner"], ["inner"]
     assert calls == (first + later) * 3 if page_size else first + later * 5
+
+
+@pytest.mark.parametrize("fields", [{"softcap": 20.0}, {"softcap": 20.0, "has_alibi": True}])
+def test_modified_scores_hold_no_floats_which_the_compiler_could_not_place(
+    fields: dict[str, Any],
+) -> None:
+    layer = spec(dtype=torch.float32, **fields)
+    call = make_call(layer, [3, 2], [5, 2])
+    plan = TorchFlexBackend(layer, device="cpu").plan(call.batch)
+    assert isinstance(plan, TorchFlexPlan) and plan.padded is not None
+    extras = RunExtras(None, call.kwargs.get("alibi_slopes"), None, 2.0, None)
+    mod = score_mod(layer, plan.padded, extras)
+    held = [cell.cell_contents for cell in mod.__closure__ or ()]
+    assert any(isinstance(x, torch.Tensor) for x in held)
+    assert not any(isinstance(x, float) for x in held)

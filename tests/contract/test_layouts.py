@@ -56,3 +56,18 @@ def test_no_guard_for_what_needs_a_look_each_time(guard):
     assert guard(torch.nn.Parameter(a)) is None
     assert guard(a, None) is None
     assert guard(a)(None) is False
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_remembered_view_is_that_of_each_tensor(
+    plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if plain:
+        monkeypatch.setattr(layouts, "restride", layouts._as_strided)
+    view = layouts.remembered(lambda x: x.unsqueeze(1).transpose(0, 2))
+    for _ in range(3):
+        whole = torch.rand(4, 5, 7)
+        x = whole[:, 1:, ::2]  # strides of its own, and not the first element of its memory
+        got = view(x)
+        assert torch.equal(got, x.unsqueeze(1).transpose(0, 2))
+        assert got.data_ptr() == x.data_ptr()
