@@ -64,6 +64,16 @@ class Plan:
         fill_buffers(self.batch, batch)
         self.on_update()
 
+    def update_in_place(self) -> bool:
+        """Update after the tensors of an ``in_place`` capacity were refilled, if that is all.
+
+        It spares the batch and its checks: the caller answers for lengths within the capacity.
+
+        Returns:
+            Whether the plan is up to date; if not, ``update`` needs the batch.
+        """
+        return False
+
     def on_update(self) -> None:
         """Hook for backends: recompute what depends on the lengths, into fixed buffers."""
 

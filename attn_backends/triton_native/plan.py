@@ -121,6 +121,7 @@ class TritonPlan(Plan):
         self._choose_kernels(options)
         if self.splits:
             self._make_work_list(options)
+        self._schedule: driver.Launch | None = None
         self.mask_indptr = None
         if spec.has_mask:
             if batch.mask_indptr is not None:
@@ -328,6 +329,13 @@ class TritonPlan(Plan):
         """Sums of values of each row of each part, float32; empty if no sequence is cut."""
         return self._part(3).view(torch.float32)
 
+    def update_in_place(self) -> bool:
+        """Rebuild what depends on the lengths; no kernel here asks for more than bounds of them."""
+        if self.capacity is None or not self.capacity.in_place or self.check_always:
+            return False
+        self.on_update()
+        return True
+
     def on_update(self) -> None:
         """Rebuild what depends on the lengths, on the current stream."""
         device = self.batch.device
@@ -341,6 +349,9 @@ class TritonPlan(Plan):
         if self.hopper is not None:
             self._list_hopper_work()
         if not self.splits or self.equal:
+            return
+        if self._schedule is not None and not is_hooked():
+            self._schedule(driver.current_stream(device.index))
             return
         config, left = self.split, spec.bounds[0]
         constants = (
@@ -363,6 +374,10 @@ class TritonPlan(Plan):
             launcher, grid, addresses, numbers, "schedule",
             lambda: (*starts, self.items, self.seqs),
         )  # fmt: skip
+        if self.capacity is not None and not any(at % 16 for at in addresses):
+            form = launcher.form("schedule")  # under a capacity no argument changes any more
+            if form is not None:
+                self._schedule = form.launch(grid, (*addresses, *numbers, *launcher.values), 0)
 
     def run(
         self,

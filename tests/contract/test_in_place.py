@@ -45,6 +45,7 @@ def test_the_buffers_are_the_tensors_of_the_batch():
     for name in ("cu_seqlens_q", "seqlens_k", "page_table"):
         assert getattr(plan.batch, name).data_ptr() == getattr(batch, name).data_ptr()
     batch.seqlens_k.fill_(7)
+    assert not plan.update_in_place()  # unless a backend says so, it needs the batch
     plan.update(batch)
     assert plan.batch.seqlens_k.tolist() == [7, 7]
     assert batch.page_table.tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -51,6 +51,29 @@ def test_one_plan_serves_every_batch_within_its_capacity(
         plan.update(lab.Problem(spec, [1], [301]).batch)
 
 
+def test_a_plan_over_the_tensors_of_an_engine_is_updated_without_a_batch(
+    lab: SimpleNamespace,
+) -> None:
+    """With other lengths in the same tensors; a plan that owns its buffers wants the batch."""
+    spec = AttentionSpec(4, 1, 16, dtype=torch.float32, page_size=4)
+    backend = lab.Backend(spec, device=lab.device)
+    first, later = lab.Problem(spec, [1, 1], [300, 9]), lab.Problem(spec, [1, 1], [7, 211], seed=1)
+    width = max(p.batch.page_table.shape[1] for p in (first, later))
+    table = torch.zeros(2, width, dtype=torch.int32, device=lab.device)
+    table[:, : first.batch.page_table.shape[1]] = first.batch.page_table
+    batch = dataclasses.replace(device_only(first.batch), page_table=table, total_q=2)
+    batch = dataclasses.replace(batch, max_seqlen_q=1, max_seqlen_k=300)
+    room = Capacity(2, 2, 1, 300, width, in_place=True)
+    plan = backend.plan(batch, room)
+    for p in (first, later, first):
+        plan.batch.seqlens_k.copy_(torch.tensor(p.kv_lens))
+        table[:, : p.batch.page_table.shape[1]] = p.batch.page_table
+        assert plan.update_in_place()
+        p.check(backend.run(p.q, p.k, p.v, plan))
+    assert not backend.plan(batch, dataclasses.replace(room, in_place=False)).update_in_place()
+    assert not backend.plan(first.batch).update_in_place()
+
+
 @pytest.mark.parametrize("window", [None, (6, 0)])
 @pytest.mark.parametrize("short_rows", [0, 8, None])
 def test_lengths_on_the_device_alone_decide(

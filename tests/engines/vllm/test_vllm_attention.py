@@ -150,6 +150,33 @@ def test_a_captured_step_is_refilled_for_other_requests(engine):
     assert parts[0].plan is not plan and parts[0].plan.capacity is None
 
 
+def test_a_step_where_the_last_one_lay_needs_no_batch(engine, monkeypatch):
+    from attn_backends.engines.vllm.steps import Requests
+
+    made = engine("triton")
+    a, b = made.request(30), made.request(21)
+    made.step([(a, 3), (b, 17)])
+    common = made.metadata([(a, 1), (b, 1)])
+    first = made.builder.build_for_cudagraph_capture(common)
+
+    def batch(requests):
+        raise LookupError
+
+    monkeypatch.setattr(Requests, "batch", batch)
+    assert made.builder.build(0, common) is first
+    for change in ({"max_seq_len": 10_000}, {"seq_lens": common.seq_lens.clone()}):
+        kept = {name: getattr(common, name) for name in change}
+        for name, value in change.items():
+            setattr(common, name, value)
+        with pytest.raises(LookupError):  # the ordinary way, which checks the batch
+            made.builder.build(0, common)
+        for name, value in kept.items():
+            setattr(common, name, value)
+    common.causal = False
+    with pytest.raises(AttnBackendsError, match="causal"):
+        made.builder.build(0, common)
+
+
 def test_speculative_steps_are_decode_with_longer_queries(engine):
     made = engine("torch_native", "triton", speculative=2)
     assert made.builder.longest_decode == 3
