@@ -206,6 +206,7 @@ __all__ = [
     "wait_for",
     "OURS",
     "Engine",
+    "Note",
     "Serve",
     "Served",
     "serve_models",

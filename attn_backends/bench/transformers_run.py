@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .report import save
-from .serving import undisturbed
+from .serving import Note, undisturbed
 from .serving_rates import rates, spread
 from .serving_tokens import whole_sequences
 
@@ -142,10 +142,8 @@ def tokens(options: argparse.Namespace, ways: list[Route]) -> list[dict[str, Any
     return rows
 
 
-def throughput(
-    options: argparse.Namespace, ways: list[Route], deadline: float
-) -> list[dict[str, Any]]:
-    """Rows of new tokens per second, the routes taking turns; none begins that would end late."""
+def throughput(options: argparse.Namespace, ways: list[Route], deadline: float, note: Note) -> None:
+    """Note rows of new tokens per second after every turn; none begins that would end late."""
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
     model = model_of(options, dtype, None)
     prompts = made(options)
@@ -157,16 +155,22 @@ def throughput(
             break
         for route in ways if turn % 2 == 0 else ways[::-1]:
             taken, _ = generate(model, route, prompts, options.new, options.device)
+            print(f"turn {turn}, {route.name}: {taken:.2f} s", flush=True)
             if turn:  # the first one warms up
                 seconds[route.name].append(taken)
         longest = max(longest if turn > 1 else 0.0, time.monotonic() - begin)
+        if turn:
+            note(rows_of(options, str(dtype).removeprefix("torch."), seconds))
+
+
+def rows_of(
+    options: argparse.Namespace, dtype: str, seconds: dict[str, list[float]]
+) -> list[dict[str, Any]]:
+    """Rows of what each route took, turn by turn; the first route is the reference."""
     workload = f"{options.requests} requests, {options.prompt} + {options.new} tokens"
-    case = {"model": NAMES[options.device], "dtype": str(dtype).removeprefix("torch."),
-            "workload": workload}  # fmt: skip
+    case = {"model": NAMES[options.device], "dtype": dtype, "workload": workload}
     rows = []
     for name, times in seconds.items():
-        if not times:
-            continue
         ratios = [a / b for a, b in zip(seconds[REFERENCE], times)]
         rows.append({
             "bench": "transformers_throughput", "case": case, "backend": name,
@@ -204,12 +208,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{row['backend']}: {row['equal_sequences']} of {row['sequences']} as {REFERENCE}",
               flush=True)  # fmt: skip
     save(options.json, MODULE, rows)
-    more = throughput(options, ways, deadline) if options.turns else []
+    more: list[dict[str, Any]] = []
+
+    def note(found: list[dict[str, Any]]) -> None:
+        more[:] = found
+        save(options.json, MODULE, rows + more)
+
+    if options.turns:
+        throughput(options, ways, deadline, note)
     for row in more:
         spread_of = f"{row['slowest']:.0f}..{row['fastest']:.0f}"
         print(f"{row['backend']}: {row['tokens_per_s']:.0f} new tokens/s ({spread_of}), "
               f"{row['ratio']:.2f}x", flush=True)  # fmt: skip
-    save(options.json, MODULE, rows + more)
     equal = all(row["equal_sequences"] == row["sequences"] for row in rows)
     return 0 if equal and len(ways) == asked else 1
 
