@@ -277,6 +277,50 @@ def test_engines_that_do_not_come_up_are_left_out(
     assert all(row["case"]["page_size"] == 1 for row in rows)
 
 
+def test_vllm_engines_start_before_the_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each dtype has rows beside its reference; one that comes up alone is compared to nobody."""
+    log: list[str] = []
+
+    class Started(Fake):
+        def __init__(self, backend: str, model: Any, dtype: str, *rest: Any):
+            super().__init__(backend)
+            self.dtype, self.ready = dtype, {}
+            log.append(f"{dtype} {backend}")
+
+        def ask(self, command: dict[str, Any] | None, deadline: float) -> Any:
+            if command is None:
+                late = (self.dtype, self.backend) == ("float32", "attn_backends")
+                return None if late else {"version": "0"}
+            whom = Scorer() if "score" in command else super()
+            return whom.ask(command, deadline)
+
+        def why(self) -> str:
+            return "late"
+
+        def stop(self) -> None:
+            log.append("stop")
+
+    def drawn(family: str, shape: Any, device: str, folder: Path, *widths: Any) -> None:
+        log.append(f"{family} {widths}")
+
+    monkeypatch.setattr(vllm_run, "start", Started)
+    monkeypatch.setattr(vllm_run, "drawn_folder", drawn)
+    monkeypatch.setattr(vllm_run, "random_ids", lambda vocabulary: [[100], [1000]])
+    parsed = SimpleNamespace(dtypes="float32,bfloat16", gguf=None, share=0.5, patience=9.0, turns=0)
+    parsed.timed = None
+    rows: list[dict[str, Any]] = []
+    started = vllm_run.serve("gemma2", tmp_path, parsed, time.monotonic() + 9, rows.extend)
+    ours = ["FLASH_ATTN", "TRITON_ATTN", "attn_backends"]
+    names = ["float32 transformers", "float32 attn_backends", *(f"bfloat16 {n}" for n in ours)]
+    assert log == [*names, "Gemma2 (0.05, 0.004)", *["stop"] * 5]
+    assert list(started) == [f"gemma2 {name}" for name in names]
+    assert {row["reference"] for row in rows} == {"FLASH_ATTN"}
+    assert all("reference_float32" in row for row in rows)
+    assert {row["backend"] for row in rows if "prompts" not in row["backend"]} == set(ours[1:])
+
+
 def worker(code: str, tmp_path: Path) -> serving.Engine:
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
