@@ -59,9 +59,14 @@ class Step:
         return found
 
     def update(self, batches: Batches) -> None:
-        """Make every plan fit other sequences, before a replay."""
+        """Make every plan fit other sequences, before a replay.
+
+        Args:
+            batches: Over the tensors that the plans were made of.
+        """
         for (_, windowed), (_, plan) in self.plans.items():
-            plan.update(batches.of(windowed))
+            if not plan.update_in_place():
+                plan.update(batches.of(windowed))
 
 
 __all__ = ["Step"]
