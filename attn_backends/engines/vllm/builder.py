@@ -68,6 +68,8 @@ class Builder(AttentionMetadataBuilder[Step]):
         self._capturing = False
         for spec, phases in self.phases.items():
             logger.info_once("attn_backends: %s for %s", str(phases), _describe(spec))
+        for spec, context in self.context.items():
+            logger.info_once("attn_backends: %s for %s", str(context), _describe(spec))
 
     def _add(self, layer: Any) -> None:
         impl: Impl = layer.impl

@@ -81,6 +81,9 @@ class ContextParallel:
         context, own = (choose(each, device) for each in specs(spec, ranks))
         return cls(ranks, rank, interleave, context, own, all_to_all)
 
+    def __str__(self) -> str:
+        return f"{self.context} over {self.ranks} ranks, new tokens {self.own}"
+
     def plan(self, requests: Requests, capacity: Capacity | None) -> ContextStep:
         """Plan both states of a step; the plans of a captured step are refilled.
 

@@ -149,6 +149,7 @@ def ranks(interleave):
 def test_ranks_together_see_every_key_once(monkeypatch, lens, new, interleave):
     monkeypatch.setenv("ATTN_BACKENDS_BACKEND", "torch_native")
     shards = Shards(lens, new, interleave)
+    assert str(ranks(interleave)[0]).startswith("prefill=torch_native, decode=torch_native over 2")
     shards.check(shards.run(monkeypatch, ranks(interleave)))
 
 
@@ -171,6 +172,51 @@ def test_captured_plans_are_refilled(monkeypatch):
     later = Shards([18, 4], [1, 1], 1, seed=5)
     later.check(later.run(monkeypatch, both))
     assert plans == [plan for each in both for pair in each._captured.values() for plan in pair]
+
+
+@pytest.mark.parametrize("backend", ["torch_native", "triton"])
+def test_steps_of_a_rank_are_planned_captured_and_replayed(engine, monkeypatch, backend):
+    """Through builder and layer; the other rank has no context yet, as runs of 64 are dealt out."""
+    from attn_backends.engines.vllm import builder, impl
+
+    assert builder.Impl is impl.Impl  # imported before it is replaced
+
+    class Rank(impl.Impl):
+        def __new__(cls, *args, **kwargs):
+            self = super().__new__(cls, *args, **kwargs)
+            self.dcp_world_size, self.dcp_rank = RANKS, 0
+            return self
+
+    group = SimpleNamespace(all_gather=lambda x, dim: torch.cat([x, x], dim))
+
+    def combine(o, lse, group, return_lse):
+        return o[:, :HEADS], lse[:, :HEADS]
+
+    monkeypatch.setattr(context_parallel, "_collective", lambda *_: (group, combine))
+    monkeypatch.setattr(impl, "Impl", Rank)
+    made = engine(backend, heads=HEADS, kv_heads=1)
+    made.config.parallel_config.decode_context_parallel_size = RANKS
+    made.config.parallel_config.cp_kv_cache_interleave_size = 64
+
+    def check(out, want):
+        torch.testing.assert_close(out[: len(want)].double(), want, rtol=1e-5, atol=1e-5)
+
+    a, b = made.request(30), made.request(21)
+    check(*made.step([(a, 9)]))
+    check(*made.step([(a, 1), (b, 12)], padding=2))
+    if backend == "torch_native":  # has no graphs
+        assert not made.impl.has_graphs
+        check(*made.step([(a, 1), (b, 1)]))
+        return
+    common = made.metadata([(a, 1), (b, 1)], num_reqs=3, rows=3)
+    capture = made.builder.build_for_cudagraph_capture
+    check(*made.step([(a, 1), (b, 1)], metadata=common, build=capture))
+    (parallel,) = made.builder.context.values()
+    ((key, plans),) = parallel._captured.items()
+    assert key == (3, 3, 1)
+    for news in ([(b, 1), (a, 1)], [(a, 1)]):
+        check(*made.step(news, metadata=made.metadata(news, num_reqs=3, rows=3)))
+        assert parallel._captured == {key: plans}
 
 
 @pytest.mark.parametrize(
