@@ -11,13 +11,17 @@ strides with a contiguous last dim; offsets are 64-bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .. import driver
+from ..layouts import guard
+from ..triton_compiled import is_hooked
 from .launch import Launcher
 
 WARPS = 4
@@ -170,6 +174,98 @@ def write_kv(
     signature = None if bits % 16 else (dtypes, sizes, numbers[2] < 2**31)
     if signature is None or not launcher.again(grid, addresses, numbers, signature):
         launcher.first(grid, tensors, numbers, signature)
+    if signature is not None:
+        what = (grid, numbers, signature)
+        _keep((k, v, k_cache, v_cache, slots), (k_scale, v_scale), launcher, what)
+
+
+class _Kept(NamedTuple):
+    """A write that layers repeat: checked once, on tensors of one layout.
+
+    Attributes:
+        what: Grid, numbers and signature of it.
+        fits: Whether tensors are laid out like its own; None until it came a second time, since
+            finding out how they are laid out costs more than a write.
+        scales: Numbers among the scales; None for a tensor.
+        index: Of the device.
+        launch: Takes the addresses; None if only Triton can launch it.
+    """
+
+    what: tuple[Any, ...]
+    fits: Callable[..., bool] | None = None
+    scales: tuple[float | None, ...] = ()
+    index: int = -1
+    launch: driver.Launch | None = None
+
+
+_kept: list[_Kept] = []  # the last write, if any
+
+
+def _keep(
+    tensors: tuple[Any, ...],
+    scales: tuple[Any, ...],
+    launcher: Launcher,
+    what: tuple[Any, ...],
+) -> None:
+    """Remember a write; the second of its kind, as the launch that the next layers repeat."""
+    grid, numbers, signature = what
+    if not _kept or _kept[0].what != what:
+        _kept[:] = [_Kept(what)]
+        return
+    form = launcher.form(signature)
+    if form is None or tensors[1] is None:
+        return
+    launch = form.launch(grid, (*(0,) * 7, *numbers, *launcher.values), 7)
+    watched = [*tensors, *(x for x in scales if isinstance(x, torch.Tensor))]
+    fits = guard(*watched)
+    known = tuple(None if isinstance(x, torch.Tensor) else float(x) for x in scales)
+    if launch is not None and fits is not None:
+        _kept[:] = [_Kept(what, fits, known, driver.current_device(), launch)]
+
+
+def again(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, k_scale: Any, v_scale: Any
+) -> bool:
+    """Repeat the last write on tensors of the same layouts, as the layers of a step do.
+
+    Args:
+        k: As ``write_kv``, but nothing is known of it yet; so are the others.
+        v: Values.
+        k_cache: Cache of keys.
+        v_cache: Cache of values.
+        slots: Slots.
+        k_scale: Number, tensor, or None for 1.
+        v_scale: The same for values.
+
+    Returns:
+        Whether it was launched; if not, the ordinary way will see what is different.
+    """
+    try:
+        _, fits, scales, index, launch = _kept[0]
+    except IndexError:
+        return False
+    if fits is None or launch is None:
+        return False
+    tensors, where = [k, v, k_cache, v_cache, slots], []
+    for scale, known in zip((k_scale, v_scale), scales):
+        if known is None:
+            tensors.append(scale)
+            where.append(scale)
+            continue
+        number = 1.0 if scale is None else scale
+        if type(number) is not float or number != known:
+            return False
+        where.append(k)  # stands in where no tensor is
+    if not fits(*tensors) or driver.current_device() != index or is_hooked():
+        return False
+    addresses = [x.data_ptr() for x in (k, v, k_cache, v_cache, slots, *where)]
+    bits = 0
+    for address in addresses:
+        bits |= address
+    if bits & 15:
+        return False
+    launch(driver.current_stream(index), *addresses)
+    return True
 
 
 def _scale(scale: float | torch.Tensor, stand_in: torch.Tensor) -> tuple[int, Any, float, int]:
@@ -179,4 +275,4 @@ def _scale(scale: float | torch.Tensor, stand_in: torch.Tensor) -> tuple[int, An
     return 0, stand_in, float(scale), 0
 
 
-__all__ = ["write_kv"]
+__all__ = ["again", "write_kv"]
