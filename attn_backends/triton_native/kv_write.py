@@ -175,15 +175,15 @@ def write_kv(
     if signature is None or not launcher.again(grid, addresses, numbers, signature):
         launcher.first(grid, tensors, numbers, signature)
     if signature is not None:
-        what = (grid, numbers, signature)
-        _keep((k, v, k_cache, v_cache, slots), (k_scale, v_scale), launcher, what)
+        what = (launcher, grid, numbers, signature)
+        _keep((k, v, k_cache, v_cache, slots), (k_scale, v_scale), what)
 
 
 class _Kept(NamedTuple):
     """A write that layers repeat: checked once, on tensors of one layout.
 
     Attributes:
-        what: Grid, numbers and signature of it.
+        what: Launcher, grid, numbers and signature of it.
         fits: Whether tensors are laid out like its own; None until it came a second time, since
             finding out how they are laid out costs more than a write.
         scales: Numbers among the scales; None for a tensor.
@@ -201,25 +201,21 @@ class _Kept(NamedTuple):
 _kept: list[_Kept] = []  # the last write, if any
 
 
-def _keep(
-    tensors: tuple[Any, ...],
-    scales: tuple[Any, ...],
-    launcher: Launcher,
-    what: tuple[Any, ...],
-) -> None:
+def _keep(tensors: tuple[Any, ...], scales: tuple[Any, ...], what: tuple[Any, ...]) -> None:
     """Remember a write; the second of its kind, as the launch that the next layers repeat."""
-    grid, numbers, signature = what
+    launcher, grid, numbers, signature = what
     if not _kept or _kept[0].what != what:
         _kept[:] = [_Kept(what)]
         return
-    form = launcher.form(signature)
-    if form is None or tensors[1] is None:
+    watched = [*tensors, *(x for x in scales if isinstance(x, torch.Tensor))]
+    if tensors[1] is None or (_kept[0].fits is not None and _kept[0].fits(*watched)):
+        return  # without values, or something else than a layout was in the way
+    form, fits = launcher.form(signature), guard(*watched)
+    if form is None or fits is None:
         return
     launch = form.launch(grid, (*(0,) * 7, *numbers, *launcher.values), 7)
-    watched = [*tensors, *(x for x in scales if isinstance(x, torch.Tensor))]
-    fits = guard(*watched)
     known = tuple(None if isinstance(x, torch.Tensor) else float(x) for x in scales)
-    if launch is not None and fits is not None:
+    if launch is not None:
         _kept[:] = [_Kept(what, fits, known, driver.current_device(), launch)]
 
 
