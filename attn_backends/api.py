@@ -18,6 +18,7 @@ from .forms import Given, lengths, uniform_batch
 from .output import AttentionOutput
 from .registry import explain, list_backends, select, use
 from .spec import check_window
+from .validation import check_is_tensor, check_no_grad, check_pair
 
 Ints = Sequence[int] | torch.Tensor
 
@@ -104,7 +105,9 @@ def attention(
         BackendUnavailableError: The backend asked for does not work here.
     """
     _check_tensors(q, k, v, page_table)
-    _check_gradients(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None:
+            check_no_grad(name, x)
     paged, dense_q = page_table is not None, q.dim() == 4
     dense_k = not paged and k.dim() == 4
     given = Given(
@@ -148,8 +151,8 @@ def attention(
 
 def _check_tensors(q: Any, k: Any, v: Any, page_table: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) and not (name == "v" and x is None):
-            raise InvalidInputError.of(name, type(x).__name__, "a torch.Tensor")
+        if name != "v" or x is not None:
+            check_is_tensor(name, x)
     if q.dim() not in (3, 4):
         raise InvalidInputError.of("q.shape", list(q.shape), "[B, S, H, D] or [T, H, D]")
     if page_table is not None:
@@ -171,15 +174,6 @@ def _check_tensors(q: Any, k: Any, v: Any, page_table: Any) -> None:
             raise InvalidInputError.of(f"{name}.device", x.device, f"{q.device}, as q")
         if x is not None and x.dtype != k.dtype:
             raise InvalidInputError.of(f"{name}.dtype", x.dtype, f"{k.dtype}, as k")
-
-
-def _check_gradients(*tensors: torch.Tensor | None) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, x in zip("qkv", tensors):
-        if x is not None and x.requires_grad:
-            fix = f"pass {name}.detach(), or call under torch.no_grad()"
-            raise InvalidInputError.of(f"{name}.requires_grad", True, "False: forward only", fix)
 
 
 def _value_dim(k: torch.Tensor, v: torch.Tensor | None, head_dim_v: int | None) -> int:
@@ -233,11 +227,8 @@ def _flat_out(out: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | 
 
 
 def _check_out(out: Any, q: torch.Tensor) -> None:
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise InvalidInputError.of("out", type(out).__name__, "(o, lse), both tensors")
+    check_pair(out)
     for name, x, width in (("out.o", out[0], 1), ("out.lse", out[1], 0)):
-        if not isinstance(x, torch.Tensor):
-            raise InvalidInputError.of(name, type(x).__name__, "a torch.Tensor")
         want = list(q.shape[:-1])
         if x.dim() != len(want) + width or list(x.shape[: len(want)]) != want:
             text = f"{want} and DV" if width else f"{want}"

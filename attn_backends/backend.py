@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from .batch import Batch
 from .capabilities import Capabilities
@@ -14,7 +14,7 @@ from .capacity import Capacity
 from .errors import InvalidInputError, Reason, UnsupportedCallError
 from .output import AttentionOutput
 from .plan import Plan, make_buffers
-from .spec import AttentionSpec
+from .spec import AttentionSpec, check_device
 from .validation import check_batch, check_extras, check_out, check_qkv
 
 
@@ -22,6 +22,15 @@ class BackendOptions(BaseModel):
     """Base of each backend's options; unknown names are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _tuple_of_list(cls, value: Any, info: ValidationInfo) -> Any:
+        """A tuple from a list: files know no other."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = (annotation, *get_args(annotation))
+        takes = isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds)
+        return tuple(value) if takes else value
 
 
 class RunExtras(NamedTuple):
@@ -61,6 +70,7 @@ class AttentionBackend(ABC):
         options: An instance of the backend's ``Options``; None takes the defaults.
 
     Raises:
+        InvalidInputError: An argument is of another type.
         UnsupportedCallError: The declaration rules the spec out; it carries every reason.
     """
 
@@ -75,9 +85,14 @@ class AttentionBackend(ABC):
         device: torch.device | str | None = None,
         options: BackendOptions | None = None,
     ) -> None:
+        if not isinstance(spec, AttentionSpec):
+            raise InvalidInputError.of("spec", type(spec).__name__, "an AttentionSpec")
+        if options is not None and not isinstance(options, self.Options):
+            allowed = f"None, or {type(self).__name__}.Options(...)"
+            raise InvalidInputError.of("options", type(options).__name__, allowed)
         self.spec = spec
         self.options = self.Options() if options is None else options
-        where = None if device is None else torch.device(device)
+        where = None if device is None else check_device(device)
         reasons = self.unsupported_reasons(spec, None, where, self.options)
         if reasons:
             text = "; ".join(map(str, reasons))
@@ -201,6 +216,8 @@ class AttentionBackend(ABC):
             raise self._refusal(Reason("batch.device", str(batch.device), allowed, fix))
         if capacity is None:
             return self._plan(batch, None)
+        if not isinstance(capacity, Capacity):
+            raise InvalidInputError.of("capacity", type(capacity).__name__, "a Capacity, or None")
         if "cuda_graph" not in self.capabilities.features:
             fix = "this backend is not graph-capturable"
             raise self._refusal(Reason("capacity", "given", "None", fix))

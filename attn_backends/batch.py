@@ -10,9 +10,13 @@ from typing import Any, TypeAlias
 import torch
 
 from .errors import InvalidInputError
+from .spec import check_device, check_present
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 _INT32_MAX = 2**31 - 1
+
+#: Stands for bounds that nobody gave: without them a kernel would find nothing to do.
+_MISSING: Any = None
 
 Lengths: TypeAlias = Sequence[int] | torch.Tensor
 
@@ -66,7 +70,7 @@ class Batch:
             between two starts may exceed ``seqlens_k``. None if paged.
         page_table: ``[B, max_pages]`` int32, page ids in order of key position. None if ragged.
             Entries past the last visible key are never read.
-        total_q: Number of query tokens, or an upper bound.
+        total_q: Number of query tokens, or an upper bound. Must be given, like the two below.
         total_k: Rows that ragged ``k`` must have at least; 0 if unknown or paged.
         max_seqlen_q: Longest query count, or an upper bound.
         max_seqlen_k: Longest key count, or an upper bound.
@@ -84,10 +88,10 @@ class Batch:
     seqlens_k: torch.Tensor
     cu_seqlens_k: torch.Tensor | None = None
     page_table: torch.Tensor | None = None
-    total_q: int = 0
+    total_q: int = _MISSING
     total_k: int = 0
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
+    max_seqlen_q: int = _MISSING
+    max_seqlen_k: int = _MISSING
     q_lens: tuple[int, ...] | None = None
     kv_lens: tuple[int, ...] | None = None
     host_page_table: torch.Tensor | None = None
@@ -113,7 +117,8 @@ class Batch:
         for name in ("total_q", "total_k", "max_seqlen_q", "max_seqlen_k"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidInputError.of(name, repr(value), "an int >= 0")
+                fix = "an upper bound will do" if value is None else None
+                raise InvalidInputError.of(name, repr(value), "an int >= 0", fix)
 
     def _check_shapes(self, num_seqs: int) -> None:
         shapes = {
@@ -206,14 +211,14 @@ class Batch:
             raise InvalidInputError.of("sum(q_lens)", sum(q), f"0..{_INT32_MAX}")
         table = host_table = None
         if page_table is not None:
-            table = _table(page_table)
-            if not isinstance(page_table, torch.Tensor) and table.numel() == 0:
-                table = table.to(torch.int32).reshape(len(q), -1) if len(q) else table.int()
+            table = table_of(page_table)
             if table.dtype not in INDEX_DTYPES:
                 raise InvalidInputError.of("page_table", table.dtype, "int32 or int64")
             host_table = table.cpu()
         if device is None:
             device = table.device if table is not None else "cpu"
+        where = check_device(device)
+        check_present(where)
         starts = None
         if table is None:
             starts = _ragged_starts(kv, cu_seqlens_k)
@@ -221,13 +226,13 @@ class Batch:
             raise InvalidInputError.of("cu_seqlens_k", "given", "None beside a page_table")
 
         def make(ints: list[int]) -> torch.Tensor:
-            return torch.tensor(ints, dtype=torch.int32).to(device)
+            return torch.tensor(ints, dtype=torch.int32).to(where)
 
         return cls(
             cu_seqlens_q=make([0, *accumulate(q)]),
             seqlens_k=make(kv),
             cu_seqlens_k=None if starts is None else make(starts),
-            page_table=None if table is None else table.to(device=device, dtype=torch.int32),
+            page_table=None if table is None else table.to(device=where, dtype=torch.int32),
             total_q=sum(q),
             total_k=0 if starts is None else starts[-1],
             max_seqlen_q=max(q, default=0),
@@ -238,13 +243,23 @@ class Batch:
         )
 
 
-def _table(page_table: Any) -> torch.Tensor:
+def table_of(page_table: Any) -> torch.Tensor:
+    """A page table as a tensor, where rows may be nested lists, empty ones too.
+
+    Raises:
+        InvalidInputError: Rows differ in width, or hold something else than page ids.
+    """
+    if isinstance(page_table, torch.Tensor):
+        return page_table
     try:
-        return torch.as_tensor(page_table)
+        table = torch.as_tensor(page_table)
     except (ValueError, TypeError, RuntimeError) as error:
         fix = f"fill shorter rows up with -1, which is not read ({error})"
         allowed = "[B, max_pages], rows of one width"
         raise InvalidInputError.of("page_table", repr(page_table), allowed, fix) from None
+    if table.numel() or table.dim() > 2:
+        return table
+    return table.int().reshape(table.shape[0], 0)  # of nothing torch makes floats
 
 
 def _ragged_starts(kv: list[int], cu_seqlens_k: Any) -> list[int]:
@@ -268,4 +283,4 @@ def _ragged_starts(kv: list[int], cu_seqlens_k: Any) -> list[int]:
     return starts
 
 
-__all__ = ["Batch", "index_tensor"]
+__all__ = ["Batch", "index_tensor", "table_of"]

@@ -199,7 +199,7 @@ def _plan_levels(
     count = len(batches)
     names = [backend] * count if backend is None or isinstance(backend, str) else list(backend)
     if len(names) != count:
-        raise InvalidInputError.of("backend", f"{len(names)} names", f"1 or {count}, the levels")
+        raise InvalidInputError.of("backend", f"{len(names)} names", _one_or(count))
     if capacities is not None and len(capacities) != count:
         raise InvalidInputError.of("capacities", len(capacities), f"{count}, the levels")
     planned = []
@@ -275,6 +275,9 @@ def cascade_attention(
 
 
 def _check_levels(batches: Sequence[Batch], count: int | None) -> None:
+    if not isinstance(batches, Sequence) or not all(isinstance(b, Batch) for b in batches):
+        got = type(batches).__name__
+        raise InvalidInputError.of("batches", got, "a Batch, or a list of one for each level")
     if not batches or (count is not None and len(batches) != count):
         want = "at least 1" if count is None else str(count)
         raise InvalidInputError.of("batches", f"{len(batches)} levels", f"{want}")
@@ -285,11 +288,15 @@ def _check_levels(batches: Sequence[Batch], count: int | None) -> None:
                 raise InvalidInputError.of(f"batches[{i}].total_q", batch.total_q, allowed)
 
 
+def _one_or(count: int) -> str:
+    return "1, as there is one level" if count == 1 else f"1 or {count}, the levels"
+
+
 def _per_level(name: str, value: Any, count: int) -> Sequence[Any]:
     if value is None or isinstance(value, torch.Tensor):
         return [value] * count
     if len(value) != count:
-        raise InvalidInputError.of(name, f"{len(value)} tensors", f"1 or {count}, the levels")
+        raise InvalidInputError.of(name, f"{len(value)} tensors", _one_or(count))
     return list(value)
 
 

@@ -42,6 +42,8 @@ def _frozen(value: Any) -> Any:
 
 
 def _as_tuple(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f"a list of names, as in [{value}]")
     return tuple(value) if isinstance(value, (list, set, frozenset)) else value
 
 
@@ -179,6 +181,10 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     values = _parse_file(file)
     if not isinstance(values, dict):
         raise InvalidInputError.of(str(file), type(values).__name__, "a mapping of fields")
+    for name in values:
+        if not isinstance(name, str):  # YAML reads 1, yes and on as other things than words
+            allowed = ", ".join(AttentionConfig.model_fields)
+            raise InvalidInputError(f"{file}: {InvalidInputError.of('field', repr(name), allowed)}")
     tuning = values.get("tuning_file")
     if isinstance(tuning, str):
         values["tuning_file"] = str(file.parent / Path(tuning).expanduser())
@@ -244,7 +250,10 @@ def environment_config() -> AttentionConfig:
         UnknownBackendError: A variable names a backend that does not exist.
     """
     path = environment.variable("CONFIG")
-    values = {} if path is None else read_file(path)
+    try:
+        values = {} if path is None else read_file(path)
+    except AttnBackendsError as error:
+        raise type(error)(f"{environment.PREFIX}CONFIG: {error}") from None
     single = environment.read()
     checked_names(single)
     if "backend" in single:  # the variable goes before all that the file says of backends

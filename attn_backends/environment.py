@@ -36,6 +36,7 @@ VARIABLES = {
     "CACHE": "Folder for the models that `attn-backends generate` fetches.",
 }
 _NAMES, _LISTS = ("BACKEND", "PREFILL", "DECODE"), ("ALLOW", "DENY")
+_MERGES = ("auto", "cuda", "triton", "torch")
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 #: Below debug: every call, with its inputs.
 TRACE = 5
@@ -112,6 +113,8 @@ def read() -> dict[str, Any]:
     if (text := variable("BATCH_INVARIANT")) is not None:
         values["batch_invariant"] = boolean("BATCH_INVARIANT", text)
     if (text := variable("MERGE")) is not None:
+        if text.lower() not in _MERGES:
+            raise InvalidInputError.of(PREFIX + "MERGE", repr(text), _allowed("MERGE"))
         values["merge"] = text.lower()
     if (path := variable("TUNING_FILE")) is not None:
         values["tuning_file"] = os.path.expanduser(path)
@@ -205,7 +208,7 @@ def _allowed(name: str) -> str:
     if name == "LOG":
         return ", ".join(_LEVELS)
     return {
-        "MERGE": "auto, cuda, triton, torch",
+        "MERGE": ", ".join(_MERGES),
         "PLUGINS": "names of plugins between commas, or none",
         "CACHE": "the path of a folder",
     }.get(name, "the path of a file")

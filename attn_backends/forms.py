@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .batch import INDEX_DTYPES, Batch
+from .batch import INDEX_DTYPES, Batch, table_of
 from .errors import InvalidInputError
 from .spec import AttentionSpec
 
@@ -264,6 +264,8 @@ def _bounded(
         ("max_seqlen_q", given.max_seqlen_q, rows, q_starts.diff()),
         ("max_seqlen_k", given.max_seqlen_k, longest, kv_lens),
     ):
+        if given_bound is not None and not isinstance(given_bound, (int, torch.SymInt)):
+            raise InvalidInputError.of(name, repr(given_bound), "an int")
         if index.on_host:
             most = max(lens.tolist(), default=0)
             if given_bound is not None and given_bound < most:
@@ -327,8 +329,7 @@ class _Index:
         return starts
 
     def table(self, value: Any) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
-            value = torch.as_tensor(value, device=self.device)
+        value = table_of(value)
         if value.dim() != 2 or value.dtype not in INDEX_DTYPES:
             got = f"{value.dtype} {list(value.shape)}"
             raise InvalidInputError.of("page_table", got, "int32 or int64, [B, max_pages]")

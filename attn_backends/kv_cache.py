@@ -9,7 +9,7 @@ import torch
 
 from .errors import InvalidInputError, Reason, UnsupportedCallError
 from .spec import FP8_DTYPES
-from .validation import deep_checks
+from .validation import check_is_tensor, check_last_dim, check_no_grad, deep_checks
 
 PATHS = ("triton", "torch")
 KV_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8_DTYPES)
@@ -196,16 +196,11 @@ def _check(
 
 
 def _check_tensor(name: str, x: Any, dims: int, want: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise InvalidInputError.of(name, type(x).__name__, "a torch.Tensor")
+    check_is_tensor(name, x)
     if x.dim() != dims:
         raise InvalidInputError.of(f"{name}.shape", list(x.shape), want)
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
-        fix = f"pass {name}.contiguous()"
-        raise InvalidInputError.of(f"{name}.stride(-1)", x.stride(-1), "1", fix)
-    if x.requires_grad and torch.is_grad_enabled():
-        fix = f"pass {name}.detach(), or call under torch.no_grad()"
-        raise InvalidInputError.of(f"{name}.requires_grad", True, "False: forward only", fix)
+    check_last_dim(name, x)
+    check_no_grad(name, x)
 
 
 def _check_cache(name: str, cache: Any, k: torch.Tensor, shape: tuple[int | None, ...]) -> None:
@@ -226,8 +221,7 @@ def _check_cache(name: str, cache: Any, k: torch.Tensor, shape: tuple[int | None
 
 
 def _check_index(slots: Any, tokens: int, device: torch.device) -> None:
-    if not isinstance(slots, torch.Tensor):
-        raise InvalidInputError.of("slot_mapping", type(slots).__name__, "a torch.Tensor")
+    check_is_tensor("slot_mapping", slots)
     if tuple(slots.shape) != (tokens,):
         raise InvalidInputError.of("slot_mapping.shape", list(slots.shape), f"[T={tokens}]")
     if slots.dtype not in INDEX_DTYPES:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from .errors import InvalidInputError
+
 
 class AttentionOutput(NamedTuple):
     """Attention over a set of keys, in the form that can still be merged with other keys.
@@ -29,9 +31,14 @@ class AttentionOutput(NamedTuple):
 
         Returns:
             The state over both key sets.
+
+        Raises:
+            InvalidInputError: The states do not fit together; the message names what.
         """
         from .merge import merge_state
 
+        if not isinstance(other, AttentionOutput):
+            raise InvalidInputError.of("other", type(other).__name__, "an AttentionOutput")
         return merge_state(self.o, self.lse, other.o, other.lse)
 
 

@@ -33,17 +33,36 @@ def _require_int(name: str, value: Any, low: int) -> None:
         raise InvalidInputError.of(name, repr(value), f"an int >= {low}")
 
 
+def check_device(device: Any) -> torch.device:
+    """Return a device by its name, or raise InvalidInputError."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        allowed = "a torch.device or its name"
+        raise InvalidInputError.of("device", repr(device), allowed, str(error)) from None
+
+
+def check_present(device: torch.device) -> None:
+    """Raise InvalidInputError for a CUDA device that this machine does not have."""
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        allowed = f"cpu, or one of {count} visible CUDA devices"
+        raise InvalidInputError.of("device", repr(str(device)), allowed)
+
+
 def check_window(window: Any, *, name: str = "window") -> Window | None:
     """Return ``window`` as ``(left, right)`` or None, or raise InvalidInputError."""
     if window is None:
         return None
     allowed = "None, or (left, right) with each None (unbounded) or an int >= 0"
+    fix = "a window of W tokens is left = W - 1; unbounded is None, not -1"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise InvalidInputError.of(name, repr(window), allowed)
+        raise InvalidInputError.of(name, repr(window), allowed, fix)
     left, right = window
     for bound in (left, right):
         if bound is not None and (not _is_int(bound) or bound < 0):
-            fix = "a window of W tokens is left = W - 1; unbounded is None, not -1"
             raise InvalidInputError.of(name, repr(window), allowed, fix)
     return None if left is None and right is None else (left, right)
 
@@ -185,6 +204,8 @@ __all__ = [
     "QUERY_DTYPES",
     "AttentionSpec",
     "Window",
+    "check_device",
+    "check_present",
     "check_scale",
     "check_softcap",
     "check_window",

@@ -35,6 +35,8 @@ def deep_checks() -> bool:
 
 def check_batch(batch: Batch, spec: AttentionSpec) -> None:
     """Raise InvalidInputError unless the batch can belong to the spec."""
+    if not isinstance(batch, Batch):
+        raise InvalidInputError.of("batch", type(batch).__name__, "a Batch")
     if batch.is_paged != (spec.page_size is not None):
         got = "paged" if batch.is_paged else "ragged"
         want = f"spec.page_size={spec.page_size}"
@@ -85,6 +87,35 @@ def _check_batch_deep(batch: Batch, spec: AttentionSpec) -> None:
             raise InvalidInputError.of(f"seqlens_k[{i}]", length, f"0..{room}")
 
 
+def check_is_tensor(name: str, x: Any) -> None:
+    """Raise InvalidInputError unless ``x`` is a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidInputError.of(name, type(x).__name__, "a torch.Tensor")
+
+
+def check_last_dim(name: str, x: torch.Tensor) -> None:
+    """Raise InvalidInputError unless the last dim is contiguous."""
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        # A copy of an output would be written in its place.
+        fix = None if name.startswith("out.") else f"pass {name}.contiguous()"
+        raise InvalidInputError.of(f"{name}.stride(-1)", x.stride(-1), "1", fix)
+
+
+def check_no_grad(name: str, x: torch.Tensor) -> None:
+    """Raise InvalidInputError for a tensor that wants a gradient where gradients are recorded."""
+    if x.requires_grad and torch.is_grad_enabled():
+        fix = f"pass {name}.detach(), or call under torch.no_grad()"
+        raise InvalidInputError.of(f"{name}.requires_grad", True, "False: forward only", fix)
+
+
+def check_pair(out: Any) -> None:
+    """Raise InvalidInputError unless ``out`` is a pair of tensors."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        raise InvalidInputError.of("out", type(out).__name__, "(o, lse), both tensors")
+    check_is_tensor("out.o", out[0])
+    check_is_tensor("out.lse", out[1])
+
+
 def _check_tensor(
     name: str,
     x: Any,
@@ -95,8 +126,7 @@ def _check_tensor(
     by_spec: bool = True,
 ) -> None:
     """Shape (None is free), dtype, device, unit stride of the last dim, and no gradient."""
-    if not isinstance(x, torch.Tensor):
-        raise InvalidInputError.of(name, type(x).__name__, "a torch.Tensor")
+    check_is_tensor(name, x)
     got = x.shape
     if len(got) != len(shape) or any(w is not None and w != g for g, w in zip(got, shape)):
         want = "[" + ", ".join("*" if w is None else str(w) for w in shape) + "]"
@@ -106,12 +136,8 @@ def _check_tensor(
         raise InvalidInputError.of(f"{name}.dtype", x.dtype, allowed)
     if x.device != device:
         raise InvalidInputError.of(f"{name}.device", x.device, f"{device}, as the plan's batch")
-    if got[-1] > 1 and x.stride(-1) != 1:
-        fix = f"pass {name}.contiguous()"
-        raise InvalidInputError.of(f"{name}.stride(-1)", x.stride(-1), "1", fix)
-    if x.requires_grad and torch.is_grad_enabled():
-        fix = f"pass {name}.detach(), or call under torch.no_grad()"
-        raise InvalidInputError.of(f"{name}.requires_grad", True, "False: forward only", fix)
+    check_last_dim(name, x)
+    check_no_grad(name, x)
 
 
 def check_qkv(q: Any, k: Any, v: Any, plan: Plan) -> None:
@@ -188,6 +214,10 @@ def check_extras(
 
 
 def _check_mask(mask: Any, batch: Batch, device: torch.device) -> None:
+    check_is_tensor("mask", mask)
+    if mask.dim() != 1:
+        allowed = "flat [sum of q_len * kv_len], row-major by sequence"
+        raise InvalidInputError.of("mask.shape", list(mask.shape), allowed)
     _check_tensor("mask", mask, (None,), torch.bool, device, by_spec=False)
     if batch.q_lens is not None and batch.kv_lens is not None and batch.mask_indptr is None:
         want = sum(q * kv for q, kv in zip(batch.q_lens, batch.kv_lens))
@@ -212,15 +242,16 @@ def _check_kv_scale(name: str, scale: Any, spec: AttentionSpec, device: torch.de
 
 def check_out(out: Any, rows: int, spec: AttentionSpec, device: torch.device) -> None:
     """Raise InvalidInputError unless ``out`` is ``(o, lse)`` that a kernel can write."""
+    check_pair(out)
     o, lse = out
-    if spec.dtype in FP8_DTYPES and isinstance(o, torch.Tensor) and o.is_floating_point():
+    if spec.dtype in FP8_DTYPES and o.is_floating_point():
         dtype = o.dtype  # fp8 queries: the caller asks for a dtype by passing one
     else:
         dtype = spec.out_dtype
     _check_tensor("out.o", o, (rows, spec.num_heads, spec.dv), dtype, device)
-    if not isinstance(lse, torch.Tensor) or list(lse.shape) != [rows, spec.num_heads]:
-        got = list(lse.shape) if isinstance(lse, torch.Tensor) else type(lse).__name__
-        raise InvalidInputError.of("out.lse.shape", got, f"[{rows}, {spec.num_heads}]")
+    if list(lse.shape) != [rows, spec.num_heads]:
+        allowed = f"[{rows}, {spec.num_heads}]"
+        raise InvalidInputError.of("out.lse.shape", list(lse.shape), allowed)
     if lse.dtype != torch.float32 or lse.device != device:
         raise InvalidInputError.of(
             "out.lse", f"{lse.dtype} on {lse.device}", f"float32 on {device}"
@@ -235,4 +266,15 @@ def _check_no_overlap(name: str, x: torch.Tensor) -> None:
         raise InvalidInputError.of(f"{name}.stride()", tuple(x.stride()), "no stride of 0")
 
 
-__all__ = ["check_batch", "check_extras", "check_out", "check_qkv", "check_vector", "deep_checks"]
+__all__ = [
+    "check_batch",
+    "check_extras",
+    "check_is_tensor",
+    "check_last_dim",
+    "check_no_grad",
+    "check_out",
+    "check_pair",
+    "check_qkv",
+    "check_vector",
+    "deep_checks",
+]

@@ -12,10 +12,10 @@ import torch
 from ..capabilities import Capabilities
 from ..errors import BackendUnavailableError, Reason
 from ..packages import installed_version
+from ..spec import check_device
 from .discovery import plugin_reason
 from .entry import BackendEntry, Target, is_class
 from .registry import TABLE, known_names
-from .selection import check_device
 from .target import RaisedReason, load_reason, parse_options
 
 

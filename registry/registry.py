@@ -188,7 +188,7 @@ def _unknown(name: str, where: str, valid: tuple[str, ...]) -> str:
     close = difflib.get_close_matches(asked, plain, n=1, cutoff=0.5)
     text = f"{where}={name!r} is no backend (valid: {', '.join(valid)})"
     if not name.strip():
-        return f"{text}; leave it unset to leave the choice open"
+        return f"{text}; leave it unset to leave the choice open (in a list: a comma too many)"
     return f"{text}; the closest is {plain[close[0]]}" if close else text
 
 

@@ -24,7 +24,7 @@ from ..errors import (
     UnsupportedCallError,
 )
 from ..packages import is_broken
-from ..spec import AttentionSpec
+from ..spec import AttentionSpec, check_device
 from .entry import BackendEntry
 from .layers import Settings, context, resolve
 from .ranking import Ranking, ranking
@@ -150,15 +150,6 @@ def check_call(spec: Any, phase: Any, device: Any) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return check_device(device)
-
-
-def check_device(device: Any) -> torch.device:
-    """A device by its name, or InvalidInputError."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        allowed = "a torch.device or its name"
-        raise InvalidInputError.of("device", repr(device), allowed, str(error)) from None
 
 
 def choose(spec: AttentionSpec, phase: str, device: torch.device, settings: Settings) -> Selection:
@@ -334,7 +325,6 @@ def _log_unavailable(name: str, verdict: Verdict) -> None:
 __all__ = [
     "Selection",
     "check_call",
-    "check_device",
     "choose",
     "demanded",
     "policy_reasons",

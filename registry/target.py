@@ -5,6 +5,7 @@ Foreign code runs here, so everything it raises turns into a reason against the 
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -74,14 +75,21 @@ def parse_options(
 
 def invalid_fields(error: ValidationError, where: str, model: type) -> InvalidInputError:
     """One InvalidInputError for all fields that pydantic refused."""
-    fields = ", ".join(getattr(model, "model_fields", {})) or "none"
+    fields = tuple(getattr(model, "model_fields", {}))
     parts = []
     for item in error.errors(include_url=False):
         name = ".".join(str(part) for part in (where, *item["loc"]) if part != "")
-        if item["type"] == "extra_forbidden":
-            parts.append(f"{name}={item['input']!r} (allowed: only the fields {fields})")
+        raised = item.get("ctx", {}).get("error")
+        if isinstance(raised, InvalidInputError):  # by a validator: it says all this already
+            parts.append(str(raised))
+        elif item["type"] == "extra_forbidden":
+            allowed = f"only the fields {', '.join(fields) or 'none'}"
+            close = difflib.get_close_matches(str(item["loc"][-1]), fields, n=1)
+            fix = f"the closest is {close[0]}" if close else None
+            parts.append(str(InvalidInputError.of(name, repr(item["input"]), allowed, fix)))
         else:
-            parts.append(f"{name}={item['input']!r} (allowed: {item['msg']})")
+            allowed = item["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+            parts.append(str(InvalidInputError.of(name, repr(item["input"]), allowed)))
     return InvalidInputError("; ".join(parts))
 
 

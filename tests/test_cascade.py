@@ -192,6 +192,14 @@ def test_one_batch_is_cut_into_the_levels_that_pay(launch_bytes, levels, monkeyp
 
 
 SHARED = tree_batch([1, 1], [17, 19], shared_pages=3)
+
+
+@pytest.mark.parametrize("batches", [3, [3], {"a": 1}])
+def test_levels_that_are_no_batches_are_named(batches) -> None:
+    with pytest.raises(ab.InvalidInputError, match=r"batches=.* \(allowed: a Batch, or a list"):
+        ab.plan_cascade(ab.AttentionSpec(4, 2, 8, page_size=4), batches)
+
+
 ON_DEVICE = ab.Batch(
     SHARED.cu_seqlens_q, SHARED.seqlens_k, page_table=SHARED.page_table,
     total_q=2, max_seqlen_q=1, max_seqlen_k=19,

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 import attn_backends as ab
 from attn_backends import environment
 from attn_backends.config import PROCESS, current_merge_path
+from attn_backends.registry.target import parse_options
 
 SPEC = ab.AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, dtype=torch.float32)
 
@@ -42,7 +43,7 @@ def isolated() -> Iterator[None]:
         ({"batch_invariant": "true"}, ["batch_invariant", "true"]),
         ({"batch_invariant": 1}, ["batch_invariant"]),
         ({"merge": "nvcc"}, ["merge", "nvcc", "cuda", "triton", "torch"]),
-        ({"allow": "torch_native"}, ["allow", "tuple"]),
+        ({"allow": "torch_native"}, ["allow", "a list of names, as in [torch_native]"]),
         ({"allow": [3]}, ["allow", "3"]),
         ({"tuning_file": 3}, ["tuning_file"]),
         ({"options": []}, ["options"]),
@@ -277,20 +278,41 @@ def test_the_environment_fills_settings(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ab.AttentionSettings(sofcap=1)
 
 
+def test_a_file_whose_field_is_no_word_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("on: triton\n")  # which YAML reads as True
+    with pytest.raises(ab.InvalidInputError, match=r"c\.yaml: field=True \(allowed: backend, "):
+        ab.AttentionConfig.from_file(path)
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".toml", ".json"])
+def test_a_file_can_set_an_option_that_is_a_tuple(tmp_path: Path, suffix: str) -> None:
+    given = [16, 64, 4, 3, 3, 64, True]
+    values = {"options": {"triton": {"split_config": given}}}
+    path = tmp_path / f"c{suffix}"
+    text = json.dumps(values)
+    if suffix == ".toml":
+        text = f"[options.triton]\nsplit_config = {json.dumps(given)}\n"
+    path.write_text(text)
+    config = ab.AttentionConfig.from_file(path)
+    parsed = parse_options(ab.ATTENTION_BACKENDS["triton"], config.options["triton"])
+    assert parsed.split_config == tuple(given)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("BACKEND", "", ["valid: auto", "torch_native", "leave it unset"]),
         ("DECODE", " ", ["valid: auto", "torch_native"]),
         ("DENY", "", ["valid: ", "torch_native"]),
-        ("ALLOW", "torch_native,,", ["valid: ", "torch_native"]),
+        ("ALLOW", "torch_native,,", ["valid: ", "torch_native", "a comma too many"]),
         ("BATCH_INVARIANT", "", ["1, true, yes, on, 0, false, no, off"]),
         ("BATCH_INVARIANT", "2", ["'2'", "1, true, yes, on, 0, false, no, off"]),
         ("MERGE", "", ["auto, cuda, triton, torch"]),
-        ("MERGE", "nvcc", ["'nvcc'", "'auto', 'cuda', 'triton' or 'torch'"]),
+        ("MERGE", "nvcc", ["ATTN_BACKENDS_MERGE='nvcc'", "auto, cuda, triton, torch"]),
         ("TUNING_FILE", "", ["the path of a file"]),
         ("CONFIG", "", ["the path of a file"]),
-        ("CONFIG", "/nowhere/c.json", ["/nowhere/c.json"]),
+        ("CONFIG", "/nowhere/c.json", ["ATTN_BACKENDS_CONFIG", "/nowhere/c.json"]),
         ("LOG", "loud", ["trace, debug, info, warning, error"]),
         ("LOG", "", ["trace, debug, info, warning, error"]),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import InvalidInputError
+from ..spec import check_device, check_present
 
 DTYPES = {
     "fp64": torch.float64,
@@ -53,15 +54,8 @@ def parse_device(name: str | None) -> torch.device:
     """A device that is there; without a name CUDA if visible, else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidInputError.of("device", repr(name), "cpu, cuda, cuda:N", str(error)) from None
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            allowed = f"cpu, or one of {count} visible CUDA devices"
-            raise InvalidInputError.of("device", repr(name), allowed)
+    device = check_device(name)
+    check_present(device)
     return device
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInputError
+from ..validation import check_is_tensor, check_last_dim, check_no_grad, check_pair
 
 MERGE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -26,7 +27,7 @@ def check_states(named: Sequence[tuple[str, Any, Any]], rank: int = 3) -> None:
     """
     first = f"o{named[0][0]}"
     o_0 = named[0][1]
-    _check_is_tensor(first, o_0)
+    check_is_tensor(first, o_0)
     if o_0.dim() != rank:
         want = "[T, H, DV]" if rank == 3 else "[n, T, H, DV]"
         raise InvalidInputError.of(f"{first}.shape", list(o_0.shape), want)
@@ -34,7 +35,7 @@ def check_states(named: Sequence[tuple[str, Any, Any]], rank: int = 3) -> None:
         raise InvalidInputError.of(f"{first}.dtype", o_0.dtype, _DTYPE_NAMES)
     for suffix, o, lse in named:
         name = f"o{suffix}"
-        _check_is_tensor(name, o)
+        check_is_tensor(name, o)
         _check_like(name, o, o_0.shape, o_0.dtype, o_0.device, first)
         check_last_dim(name, o)
         check_lse(f"lse{suffix}", lse, o_0.shape[:-1], o_0.device, first)
@@ -42,7 +43,7 @@ def check_states(named: Sequence[tuple[str, Any, Any]], rank: int = 3) -> None:
 
 def check_lse(name: str, lse: Any, shape: Any, device: torch.device, like: str) -> None:
     """Raise InvalidInputError unless ``lse`` is float32 of ``shape``; any strides will do."""
-    _check_is_tensor(name, lse)
+    check_is_tensor(name, lse)
     if lse.shape != shape:
         fix = None
         if list(lse.shape) == [*shape[:-2], shape[-1], shape[-2]]:
@@ -52,15 +53,7 @@ def check_lse(name: str, lse: Any, shape: Any, device: torch.device, like: str) 
     if lse.dtype != torch.float32:
         raise InvalidInputError.of(f"{name}.dtype", lse.dtype, "float32")
     _check_device(name, lse, device, like)
-    _check_no_grad(name, lse)
-
-
-def check_last_dim(name: str, o: torch.Tensor) -> None:
-    """Raise InvalidInputError unless the last dim of ``o`` is contiguous."""
-    if o.shape[-1] > 1 and o.stride(-1) != 1:
-        raise InvalidInputError.of(
-            f"{name}.stride(-1)", o.stride(-1), "1", "pass a contiguous copy"
-        )
+    check_no_grad(name, lse)
 
 
 def check_out(out: Any, o_like: torch.Tensor, shape: Any, scaled: bool) -> None:
@@ -72,10 +65,8 @@ def check_out(out: Any, o_like: torch.Tensor, shape: Any, scaled: bool) -> None:
         shape: ``[T, H, DV]`` of the result.
         scaled: Whether the call divides by an output scale, which makes the result float8.
     """
-    if not isinstance(out, (tuple, list)) or len(out) != 2:
-        raise InvalidInputError.of("out", type(out).__name__, "(o, lse), both tensors")
+    check_pair(out)
     o, lse = out
-    _check_is_tensor("out.o", o)
     if o.shape != shape:
         raise InvalidInputError.of("out.o.shape", list(o.shape), f"{list(shape)}")
     allowed = out_dtypes(o_like.dtype, scaled)
@@ -87,7 +78,7 @@ def check_out(out: Any, o_like: torch.Tensor, shape: Any, scaled: bool) -> None:
         raise InvalidInputError.of("out.o.dtype", o.dtype, names, fix)
     _check_device("out.o", o, o_like.device, "the states")
     check_last_dim("out.o", o)
-    _check_no_grad("out.o", o)
+    check_no_grad("out.o", o)
     check_lse("out.lse", lse, shape[:-1], o_like.device, "the states")
     check_self_overlap("out.o", o)
     check_self_overlap("out.lse", lse)
@@ -108,7 +99,7 @@ def check_scale(scale: Any, device: torch.device) -> None:
         if scale.dtype != torch.float32:
             raise InvalidInputError.of("output_scale.dtype", scale.dtype, "float32")
         _check_device("output_scale", scale, device, "the states")
-        _check_no_grad("output_scale", scale)
+        check_no_grad("output_scale", scale)
         return
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
     if not number or not math.isfinite(scale) or scale <= 0:
@@ -127,7 +118,7 @@ def check_num_prefix(value: Any, num_tokens: int) -> None:
 
 def check_counts(counts: Any, num_tokens: int, device: torch.device) -> None:
     """Raise InvalidInputError unless ``counts`` is an int32 or int64 vector ``[T]``."""
-    _check_is_tensor("counts", counts)
+    check_is_tensor("counts", counts)
     if tuple(counts.shape) != (num_tokens,):
         raise InvalidInputError.of("counts.shape", list(counts.shape), f"[T={num_tokens}]")
     if counts.dtype not in (torch.int32, torch.int64):
@@ -212,11 +203,6 @@ def extent(x: torch.Tensor) -> int:
     return (last + 1) * x.element_size()
 
 
-def _check_is_tensor(name: str, x: Any) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise InvalidInputError.of(name, type(x).__name__, "a torch.Tensor")
-
-
 def _check_like(
     name: str, x: torch.Tensor, shape: Any, dtype: torch.dtype, device: torch.device, like: str
 ) -> None:
@@ -225,7 +211,7 @@ def _check_like(
     if x.dtype != dtype:
         raise InvalidInputError.of(f"{name}.dtype", x.dtype, f"{dtype}, as {like}")
     _check_device(name, x, device, like)
-    _check_no_grad(name, x)
+    check_no_grad(name, x)
 
 
 def _check_device(name: str, x: torch.Tensor, device: torch.device, like: str) -> None:
@@ -233,16 +219,9 @@ def _check_device(name: str, x: torch.Tensor, device: torch.device, like: str) -
         raise InvalidInputError.of(f"{name}.device", x.device, f"{device}, where {like} is")
 
 
-def _check_no_grad(name: str, x: torch.Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        fix = f"pass {name}.detach(), or call under torch.no_grad()"
-        raise InvalidInputError.of(f"{name}.requires_grad", True, "False: forward only", fix)
-
-
 __all__ = [
     "MERGE_DTYPES",
     "check_counts",
-    "check_last_dim",
     "check_lse",
     "check_num_prefix",
     "check_out",

@@ -26,10 +26,10 @@ COMPUTE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32
 
 
 def scale_kind(scale: Any) -> int:
-    """0: a number or none; 1: one value on the device; 2: one per KV head."""
+    """0: a number or none; 1: one value on the device; 1 + n: one per KV head, n elements apart."""
     if not isinstance(scale, torch.Tensor):
         return 0
-    return 2 if scale.numel() > 1 else 1
+    return 1 + (scale.stride(0) if scale.numel() > 1 else 0)
 
 
 def alignment(sizes: tuple[int, ...]) -> int:
@@ -107,7 +107,7 @@ class Operands:
         )  # fmt: skip
         self._align, self._same_strides = align, ks == vs
         self._k_scale, self._v_scale = scale_kind(extras.k_scale), scale_kind(extras.v_scale)
-        self.k_step, self.v_step = int(self._k_scale == 2), int(self._v_scale == 2)
+        self.k_step, self.v_step = max(self._k_scale - 1, 0), max(self._v_scale - 1, 0)
         self._sinks = extras.sinks is not None
 
     @property

@@ -116,7 +116,20 @@ BAD = [
     (lambda: Batch(index(0, 1), index(3), index(0)), "cu_seqlens_k.shape=[1]"),
     (lambda: Batch(index(0, 1), index(3).to("meta"), index(0, 3)), "seqlens_k.device=meta"),
     (lambda: Batch(index(0, 1), index(3), index(0, 3), total_q=-1), "total_q=-1"),
-    (lambda: Batch(index(0, 1), index(3), index(0, 3), max_seqlen_k=3.0), "max_seqlen_k=3.0"),
+    (lambda: Batch(index(0, 1), index(3), index(0, 3)), "total_q=None"),
+    (lambda: Batch(index(0, 1), index(3), index(0, 3), total_q=1), "max_seqlen_q=None"),
+    (
+        lambda: Batch(index(0, 1), index(3), index(0, 3), total_q=1, max_seqlen_q=1),
+        "max_seqlen_k=None (allowed: an int >= 0); an upper bound will do",
+    ),
+    (
+        lambda: Batch(
+            index(0, 1), index(3), index(0, 3), total_q=1, max_seqlen_q=1, max_seqlen_k=3.0
+        ),
+        "max_seqlen_k=3.0",
+    ),
+    (lambda: Batch.from_lengths([1], [3], device="gpu"), "device='gpu'"),
+    (lambda: Batch.from_lengths([1], [3], device="cuda:99"), "device='cuda:99'"),
 ]
 
 
@@ -129,7 +142,10 @@ def test_a_malformed_batch_is_named_with_value_and_range(make, start):
 
 def test_int64_and_strided_index_tensors_are_converted_once():
     wide = torch.tensor([[0, 9], [2, 9], [5, 9]])
-    batch = Batch(wide[:, 0], torch.tensor([3, 3]), torch.tensor([0, 3, 6]))
+    starts = torch.tensor([0, 3, 6])
+    batch = Batch(
+        wide[:, 0], torch.tensor([3, 3]), starts, total_q=5, max_seqlen_q=3, max_seqlen_k=3
+    )
     assert batch.cu_seqlens_q.dtype == torch.int32 and batch.cu_seqlens_q.is_contiguous()
     assert batch.cu_seqlens_q.tolist() == [0, 2, 5]
     assert wide.tolist() == [[0, 9], [2, 9], [5, 9]]

@@ -76,6 +76,8 @@ def strided(*shape):
 
 
 slopes, flat = torch.ones(H), torch.ones(2 * 3 + 5, dtype=torch.bool)
+BATCH = Batch.from_lengths([2], [3])
+STATE = AttentionOutput(torch.zeros(1, H, DV), torch.zeros(1, H))
 BAD = [
     (RAGGED, {"q": [1]}, "q=list"),
     (RAGGED, {"q": torch.randn(3, H + 1, D)}, "q.shape=[3, 5, 8]"),
@@ -123,6 +125,15 @@ BAD = [
     (RAGGED, {"out": (torch.empty(3, H, DV), torch.empty(3, H).half())}, "out.lse=torch.float16"),
     (RAGGED, {"out": (torch.empty(1, H, DV).expand(3, H, DV), torch.empty(3, H))}, "out.o.stride"),
     (RAGGED, {"out": (strided(3, H, DV), torch.empty(3, H))}, "out.o.stride(-1)=2"),
+    (RAGGED, {"out": torch.empty(3, H, DV)}, "out=Tensor (allowed: (o, lse), both tensors)"),
+    (RAGGED, {"out": torch.empty(2, 3, H, DV)}, "out=Tensor"),
+    (RAGGED, {"out": (torch.empty(3, H, DV), torch.empty(3, H), None)}, "out=tuple"),
+    (RAGGED, {"out": (torch.empty(3, H, DV), None)}, "out.lse=NoneType"),
+    (
+        replace(RAGGED, has_mask=True),
+        {"mask": torch.ones(3, 5).bool()},
+        "mask.shape=[3, 5] (allowed: flat [sum of q_len * kv_len], row-major by sequence)",
+    ),
     (RAGGED, {"plan": "plan"}, "plan=str"),
 ]
 
@@ -133,6 +144,31 @@ def test_a_bad_input_is_named_before_the_kernel_runs(spec, change, start):
     with pytest.raises(InvalidInputError, match="^" + re.escape(start)) as error:
         call(spec, **change)
     assert " (allowed: " in str(error.value)
+
+
+BAD_ARGUMENTS = [
+    (lambda: Recorder({"num_heads": 4}), "spec=dict"),
+    (lambda: Recorder(RAGGED, device="gpu"), "device='gpu'"),
+    (lambda: Recorder(RAGGED, options={"a": 1}), "options=dict (allowed: None, or Recorder.Opt"),
+    (lambda: Recorder(RAGGED).plan([3]), "batch=list (allowed: a Batch)"),
+    (lambda: Recorder(RAGGED).plan(BATCH, {"num_seqs": 1}), "capacity=dict (allowed: a Capacity"),
+    (lambda: Recorder(RAGGED).plan(BATCH, CAPACITY).update(None), "batch=NoneType"),
+    (lambda: STATE.merge(tuple(STATE)), "other=tuple (allowed: an AttentionOutput)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "start"), BAD_ARGUMENTS, ids=[start for _, start in BAD_ARGUMENTS]
+)
+def test_an_argument_of_another_kind_is_named(make, start):
+    with pytest.raises(InvalidInputError, match="^" + re.escape(start)):
+        make()
+
+
+def test_the_advice_for_a_strided_output_is_not_to_copy_it():
+    with pytest.raises(InvalidInputError) as error:
+        call(out=(strided(3, H, DV), torch.empty(3, H)))
+    assert "contiguous()" not in str(error.value)
 
 
 def test_good_calls_reach_the_kernel_once_with_all_extras():

@@ -257,6 +257,12 @@ def padding_mask_of_other_libraries(folder: Path) -> object:
 
 
 @mistake
+def bound_that_nobody_gave(folder: Path) -> object:
+    starts, lens = torch.tensor([0, 1]), torch.tensor([5])
+    return ab.Batch(starts, lens, page_table=torch.zeros(1, 2).int(), total_q=1, max_seqlen_q=1)
+
+
+@mistake
 def lengths_on_the_device_are_wrong(folder: Path) -> object:
     """Seen only by the checks that ``ATTN_BACKENDS_VALIDATE=1`` adds."""
     i32 = torch.int32

@@ -100,7 +100,7 @@ def test_mla_reads_values_out_of_keys(lab: SimpleNamespace, share: bool) -> None
 
 
 @pytest.mark.parametrize("options", KERNELS)
-@pytest.mark.parametrize("scales", ["none", "float", "tensor", "per-head"])
+@pytest.mark.parametrize("scales", ["none", "float", "tensor", "per-head", "strided", "expanded"])
 def test_fp8_keys_carry_their_scales(
     lab: SimpleNamespace, scales: str, options: dict[str, int]
 ) -> None:  # F25
@@ -109,6 +109,8 @@ def test_fp8_keys_carry_their_scales(
         "float": (0.5, 2.0),
         "tensor": (torch.tensor(0.5), torch.tensor([2.0])),
         "per-head": (torch.tensor([0.5, 0.25]), torch.tensor([1.5, 0.5])),
+        "strided": torch.tensor([[0.5, 1.5], [0.25, 0.5]]).unbind(1),
+        "expanded": (torch.tensor([0.5]).expand(2), torch.tensor([1.5]).expand(2)),
     }[scales]
     spec = AttentionSpec(4, 2, 32, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, page_size=4)
     p = lab.Problem(spec, [2, 3], [40, 3], fp8_scales=given)
