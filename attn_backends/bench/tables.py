@@ -178,7 +178,12 @@ def _engine(rows: list[dict[str, Any]]) -> list[str]:
                     f"{r['ratio']:.3f} ({r['ratio_p25']:.3f} to {r['ratio_p75']:.3f})"
                 )
     speed = [{"model": m, "workload": w, **row} for (m, w), row in rates.items()]
-    return [*_markdown(tokens), *(["", *_markdown(speed)] if speed else [])]
+    # Rows with the same columns are one table: a dtype may be measured in another way than others.
+    tables: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in tokens:
+        tables.setdefault(tuple(row), []).append(row)
+    lines = [line for each in [*tables.values(), speed] if each for line in ["", *_markdown(each)]]
+    return lines[1:]
 
 
 def _logits(row: dict[str, Any]) -> dict[str, str]:
