@@ -94,13 +94,19 @@ class Engine:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep the garbage collector of this process out of what is timed."""
+    """Keep the garbage collector of this process out of what is timed.
+
+    Engines that collect by themselves do so over what they made meanwhile: looking through all
+    that a process has imported may take longer than an answer.
+    """
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
 def smollm2_folder(gguf: str | None, target: Path) -> Path:
