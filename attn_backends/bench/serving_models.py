@@ -14,7 +14,7 @@ from typing import Any
 #: A file that appears in a model's folder when it is complete.
 READY = "complete"
 
-#: Half a billion weights, and scores that spread over several units.
+#: Some hundred million weights, and scores that spread over several units.
 SMALL = dict(
     hidden_size=1024,
     intermediate_size=2816,
