@@ -54,7 +54,10 @@ def arguments_of(operator: Any) -> list[Argument]:
 
 
 def python_function(operator: Any) -> Callable[..., Any] | None:
-    """The function that ``torch.library.custom_op`` made an operator of, or a plain one itself."""
+    """The function that ``torch.library.custom_op`` made an operator of, or a plain one itself.
+
+    A plain one may have attributes of its own, for example a cache of kernels.
+    """
     function = getattr(operator, "_init_fn", operator)
     return function if inspect.isfunction(function) else None
 

@@ -355,7 +355,7 @@ VLLM_OPERATORS = {
 }
 
 
-def flash_attn_4() -> ModuleType:
+def flash_attn_4(*, operators: bool = False) -> ModuleType:
     """``flash_attn.cute``: -1 is a literal bound, and the LSE is ``[H, T]``."""
     module = ModuleType("flash_attn.cute")
 
@@ -390,7 +390,27 @@ def flash_attn_4() -> ModuleType:
             o[rows], lse[:, rows] = got.to(o.dtype), own.T
         return o, (lse if return_lse else None)
 
+    def _flash_attn_fwd(
+        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None,
+        softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+        window_size_right=None, learnable_sink=None, tile_mn=None, num_threads=384, num_splits=1,
+        return_lse=False, out=None,
+    ):  # fmt: skip
+        assert tile_mn is out is None and num_threads == 384
+        OPERATOR_CALLS.append("ragged" if page_table is None else "paged")
+        o, lse = flash_attn_varlen_func(
+            q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+            page_table=page_table, softmax_scale=softmax_scale, causal=causal, softcap=softcap,
+            window_size=(window_size_left, window_size_right), num_splits=num_splits,
+            return_lse=return_lse,
+        )  # fmt: skip
+        return o, lse, None, None, None
+
     module.flash_attn_varlen_func = flash_attn_varlen_func
+    if operators:
+        module.interface = SimpleNamespace(_flash_attn_fwd=_flash_attn_fwd)
     return module
 
 

@@ -15,6 +15,7 @@ from standin_flash import (
     _fa2_varlen,
     flash_attn_2,
     flash_attn_3,
+    flash_attn_4,
     vllm,
 )
 from support import Call, assert_close, make_call, reference, run
@@ -120,6 +121,8 @@ def flash(
                 monkeypatch.setattr(module, "vllm_operator", lambda v, name: VLLM_OPERATORS[v])
         elif version == "2":
             install(flash_attn=flash_attn_2(operators=True))
+        elif version == "4":
+            install(**{"flash_attn.cute": flash_attn_4(operators=True)})
         else:
             module, config = flash_attn_3(operators=True)
             install(flash_attn_interface=module, flash_attn_config=config)
@@ -138,7 +141,7 @@ def flash(
 @pytest.mark.parametrize("fields", FIELDS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("page_size", [None, 256])
-@pytest.mark.parametrize("build", ["2", "2-vllm", "3", "3-vllm"])
+@pytest.mark.parametrize("build", ["2", "2-vllm", "3", "3-vllm", "4"])
 def test_later_layers_of_flash_attention_call_the_operator_and_are_right(
     build: str, page_size: int | None, lengths: str, fields: str, flash: Any
 ) -> None:
