@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidInputError
+from .report import option_words
 
 #: Goes up when pictures should be drawn anew though their data did not change.
 DRAWING = 3
@@ -30,7 +31,8 @@ def label_of(report: Mapping[str, Any]) -> str:
     """A backend, its chosen options, and the version of the library that computed."""
     library = report.get("meta", {}).get("library")
     version = [] if library is None else [library["version"]]
-    return " ".join([report["backend"], *map(str, report.get("options", {}).values()), *version])
+    words = option_words(report.get("options", {}))
+    return " ".join([report["backend"], *words, *version])
 
 
 def state_of(counts: Counts | None) -> str:

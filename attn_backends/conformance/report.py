@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,12 @@ class Row:
     seconds: float = 0.0
 
 
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """Chosen options in a word each: their values, and the names of those that are on or off."""
+    switches = {name: name if value else f"no_{name}" for name, value in options.items()}
+    return [switches[n] if isinstance(v, bool) else str(v) for n, v in options.items()]
+
+
 @dataclass(frozen=True)
 class Report:
     """All rows of one backend on one device.
@@ -71,7 +77,7 @@ class Report:
     @property
     def label(self) -> str:
         """The backend and the values of its chosen options, as files are named."""
-        words = [self.backend, *(str(v) for v in self.options.values())]
+        words = [self.backend, *option_words(self.options)]
         return "-".join(re.sub(r"[^A-Za-z0-9_.]+", "_", word) for word in words)
 
     @property
@@ -251,4 +257,4 @@ def _run_command() -> str:
     return shlex.join([*words, *given])
 
 
-__all__ = ["STATUSES", "SUITE_VERSION", "Report", "Row", "environment", "matrix"]
+__all__ = ["STATUSES", "SUITE_VERSION", "Report", "Row", "environment", "matrix", "option_words"]

@@ -261,6 +261,8 @@ def test_options_given_as_text_are_read_by_their_types_and_name_the_report(tmp_p
         "flash_attention", "smoke", "cpu", (), options={"version": "2", "source": "a/b"}
     )
     assert report.write(tmp_path).name == "conformance-flash_attention-2-a_b.json"
+    report = Report("triton", "smoke", "cpu", (), options={"hopper": True, "other": False})
+    assert report.write(tmp_path).name == "conformance-triton-hopper-no_other.json"
 
 
 class RoundsRowSums(TorchNativeBackend):
