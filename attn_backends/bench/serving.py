@@ -154,7 +154,7 @@ def show(row: dict[str, Any]) -> str:
     head = f"{row['case']['model'][:22]} {row['case']['dtype']} {row['backend']}"
     if row["bench"].endswith("_tokens"):
         decided = ""
-        if "noise" in row:
+        if row.get("noise"):
             steps = f"{row['decided_parted']}/{row['decided_steps']}"
             decided = f", decided {steps} beyond {row['noise']:.4g}"
         if "float32" in row:

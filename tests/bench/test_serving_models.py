@@ -69,6 +69,28 @@ def test_sinks_or_a_narrower_cache_change_the_tokens(tmp_path):
     assert plain != tokens(folder, vllm_run.MODELS["llama-fp8"].attention)
 
 
+def test_a_cache_in_float8_makes_the_last_bits_of_float32_visible(tmp_path):
+    """Keys near the middle of two float8 numbers round either way, which is 6 % of them."""
+    folder = drawn("llama-fp8", tmp_path)
+    ids = torch.tensor(PROMPTS[:1])
+
+    def scores(attention: str, change: float) -> torch.Tensor:
+        options = {"model": str(folder), "dtype": "float32", "attention": attention}
+        model = transformers_engine.build(options)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + change * torch.randn(weight.shape, generator=generator))
+            return model(ids).logits[0]
+
+    moved = {}
+    for attention in ("sdpa", vllm_run.MODELS["llama-fp8"].attention):
+        plain, other = scores(attention, 0.0), scores(attention, 1e-7)
+        moved[attention] = float((plain - other).abs().median())
+    plain, rounded = moved.values()
+    assert 0 < plain < 1e-5 and rounded > 10 * plain
+
+
 def test_the_mark_comes_last_and_is_waited_for(tmp_path):
     waiting = threading.Thread(target=serving_models.wait_until_ready, args=(tmp_path / "llama",))
     waiting.start()
