@@ -21,7 +21,7 @@ def parse_dtype(name: str, *, field: str = "dtype") -> torch.dtype:
     for short, dtype in DTYPES.items():
         if name in (short, str(dtype).removeprefix("torch.")):
             return dtype
-    raise InvalidInputError.of(field, repr(name), ", ".join(DTYPES))
+    raise InvalidInputError.of(field, repr(name), f"{', '.join(DTYPES)}, or torch's names")
 
 
 def short_dtype(dtype: torch.dtype) -> str:

@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("registry",),
     ("api", "cascade", "chunked", "distributed", "forms", "kv_cache", "mla", "ops", "pieces",
      "prefixes", "running"),
-    ("engines", "conformance", "bench", "cli"),
+    ("engines", "conformance", "bench", "cli", "__main__"),
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
