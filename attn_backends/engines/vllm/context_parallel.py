@@ -92,7 +92,12 @@ class ContextParallel:
             capacity: Of the graph that is being captured, if one is.
         """
         new = requests.starts.diff()
-        context = _batch_with(requests, self._context_lens(requests.seq_lens - new))
+        context = replace(
+            requests,
+            seq_lens=self._context_lens(requests.seq_lens - new),
+            max_seq_len=self._most(requests.max_seq_len),
+            host_seq_lens=None,  # only the device knows
+        ).batch()
         own = Batch(
             cu_seqlens_q=requests.starts,
             seqlens_k=new,
@@ -118,15 +123,14 @@ class ContextParallel:
             plans = (sides[0].plan(context), sides[1].plan(own))
         return ContextStep(*plans, all_to_all=self.all_to_all)
 
+    def _most(self, length: int) -> int:
+        """Most tokens of a sequence that one rank has; block tables are no wider than that."""
+        return min(length, -(-length // (self.ranks * self.interleave)) * self.interleave)
+
     def _context_lens(self, lengths: torch.Tensor) -> torch.Tensor:
         from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
         return get_dcp_local_seq_lens(lengths, self.ranks, self.rank, self.interleave)
-
-
-def _batch_with(requests: Requests, seq_lens: torch.Tensor) -> Batch:
-    """The paged batch of a step with other key lengths, which only the device knows."""
-    return replace(requests, seq_lens=seq_lens, host_seq_lens=None).batch()
 
 
 @dataclass

@@ -48,7 +48,9 @@ class Shards:
         self.v = [torch.randn(n, 1, DIM, generator=gen) for n in lens]
         rows = sum(new)
         self.q = [torch.randn(rows, HEADS, DIM, generator=gen) for _ in range(RANKS)]
-        self.width = -(-max(lens) // PAGE)
+        # As wide as the tables of vLLM, which hold a rank's share of the longest sequence.
+        share = -(-max(lens) // (RANKS * interleave)) * interleave
+        self.width = -(-share // PAGE)
         table = torch.arange(len(lens) * self.width, dtype=torch.int32)
         self.table = table.view(len(lens), self.width)
         self.caches = [self._cache(rank) for rank in range(RANKS)]
@@ -165,7 +167,7 @@ def test_captured_plans_are_refilled(monkeypatch):
     monkeypatch.setenv("ATTN_BACKENDS_BACKEND", "triton")
     both = ranks(1)
     first = Shards([17, 9], [1, 1], 1)
-    room = Capacity(2, 2, 1, 20, first.width, in_place=True)
+    room = Capacity(2, 2, 1, first.width * PAGE, first.width, in_place=True)
     first.check(first.run(monkeypatch, both, room))
     plans = [plan for each in both for pair in each._captured.values() for plan in pair]
     assert len(plans) == 4
