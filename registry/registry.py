@@ -189,7 +189,11 @@ def _unknown(name: str, where: str, valid: tuple[str, ...]) -> str:
     text = f"{where}={name!r} is no backend (valid: {', '.join(valid)})"
     if not name.strip():
         return f"{text}; leave it unset to leave the choice open (in a list: a comma too many)"
-    return f"{text}; the closest is {plain[close[0]]}" if close else text
+    if close:
+        return f"{text}; the closest is {plain[close[0]]}"
+    if re.fullmatch("fa[234]?", asked) and "flash_attention" in valid:  # as engines call them
+        return f"{text}; it is flash_attention, whose option version picks 2, 3 or 4"
+    return text
 
 
 class _View(Mapping[str, BackendEntry]):

@@ -52,6 +52,13 @@ def vars_of(spec: ab.AttentionSpec) -> dict[str, Any]:
     return {name: getattr(spec, name) for name in spec.__match_args__}
 
 
+@pytest.mark.parametrize("name", ["fa", "fa2", "FA3", " fa4"])
+def test_the_names_of_engines_for_flash_attention_lead_to_it(register: Register, name: str) -> None:
+    register("flash_attention")
+    with pytest.raises(ab.UnknownBackendError, match="it is flash_attention, whose option version"):
+        ab.select(ab.AttentionSpec(8, 2, 64), backend=name)
+
+
 # F29
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
