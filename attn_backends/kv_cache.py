@@ -9,7 +9,13 @@ import torch
 
 from .errors import InvalidInputError, Reason, UnsupportedCallError
 from .spec import FP8_DTYPES
-from .validation import check_is_tensor, check_last_dim, check_no_grad, deep_checks
+from .validation import (
+    check_is_tensor,
+    check_last_dim,
+    check_no_grad,
+    check_self_overlap,
+    deep_checks,
+)
 
 PATHS = ("triton", "torch")
 KV_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, *FP8_DTYPES)
@@ -215,9 +221,7 @@ def _check_cache(name: str, cache: Any, k: torch.Tensor, shape: tuple[int | None
         raise InvalidInputError.of(f"{name}.dtype", cache.dtype, f"{k.dtype}, as k")
     if cache.device != k.device:
         raise InvalidInputError.of(f"{name}.device", cache.device, f"{k.device}, where k is")
-    if any(n > 1 and s == 0 for n, s in zip(cache.shape, cache.stride())):
-        allowed = "no stride of 0"
-        raise InvalidInputError.of(f"{name}.stride()", tuple(cache.stride()), allowed)
+    check_self_overlap(name, cache)
 
 
 def _check_index(slots: Any, tokens: int, device: torch.device) -> None:

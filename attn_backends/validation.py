@@ -108,6 +108,17 @@ def check_no_grad(name: str, x: torch.Tensor) -> None:
         raise InvalidInputError.of(f"{name}.requires_grad", True, "False: forward only", fix)
 
 
+def check_self_overlap(name: str, x: torch.Tensor) -> None:
+    """Raise InvalidInputError if two elements of an output share memory, as in an expanded one."""
+    reach = 0
+    dims = sorted((s, n) for s, n in zip(x.stride(), x.shape) if n > 1)
+    for stride, size in dims:
+        if stride <= reach:
+            allowed = "strides under which no two elements share memory"
+            raise InvalidInputError.of(f"{name}.stride()", tuple(x.stride()), allowed)
+        reach += stride * (size - 1)
+
+
 def check_pair(out: Any) -> None:
     """Raise InvalidInputError unless ``out`` is a pair of tensors."""
     if not isinstance(out, (tuple, list)) or len(out) != 2:
@@ -256,14 +267,8 @@ def check_out(out: Any, rows: int, spec: AttentionSpec, device: torch.device) ->
         raise InvalidInputError.of(
             "out.lse", f"{lse.dtype} on {lse.device}", f"float32 on {device}"
         )
-    _check_no_overlap("out.o", o)
-    _check_no_overlap("out.lse", lse)
-
-
-def _check_no_overlap(name: str, x: torch.Tensor) -> None:
-    """An expanded output would be written by many programs at once."""
-    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride())):
-        raise InvalidInputError.of(f"{name}.stride()", tuple(x.stride()), "no stride of 0")
+    check_self_overlap("out.o", o)
+    check_self_overlap("out.lse", lse)
 
 
 __all__ = [
@@ -275,6 +280,7 @@ __all__ = [
     "check_out",
     "check_pair",
     "check_qkv",
+    "check_self_overlap",
     "check_vector",
     "deep_checks",
 ]

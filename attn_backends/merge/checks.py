@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from ..errors import InvalidInputError
-from ..validation import check_is_tensor, check_last_dim, check_no_grad, check_pair
+from ..validation import (
+    check_is_tensor,
+    check_last_dim,
+    check_no_grad,
+    check_pair,
+    check_self_overlap,
+)
 
 MERGE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -126,17 +132,6 @@ def check_counts(counts: Any, num_tokens: int, device: torch.device) -> None:
     _check_device("counts", counts, device, "the states")
 
 
-def check_self_overlap(name: str, x: torch.Tensor) -> None:
-    """Raise InvalidInputError if two elements of an output share memory, as in an expanded one."""
-    reach = 0
-    dims = sorted((s, n) for s, n in zip(x.stride(), x.shape) if n > 1)
-    for stride, size in dims:
-        if stride <= reach:
-            allowed = "strides under which no two elements share memory"
-            raise InvalidInputError.of(f"{name}.stride()", tuple(x.stride()), allowed)
-        reach += stride * (size - 1)
-
-
 def check_overlap(outputs: Named, inputs: Named) -> None:
     """Raise InvalidInputError if an output overlaps another tensor without being exactly it.
 
@@ -227,7 +222,6 @@ __all__ = [
     "check_out",
     "check_overlap",
     "check_scale",
-    "check_self_overlap",
     "check_states",
     "extent",
     "out_dtypes",

@@ -124,6 +124,16 @@ BAD = [
     (RAGGED, {"out": (torch.empty(3, H, DV), torch.empty(H, 3))}, "out.lse.shape=[4, 3]"),
     (RAGGED, {"out": (torch.empty(3, H, DV), torch.empty(3, H).half())}, "out.lse=torch.float16"),
     (RAGGED, {"out": (torch.empty(1, H, DV).expand(3, H, DV), torch.empty(3, H))}, "out.o.stride"),
+    (
+        RAGGED,
+        {"out": (torch.empty(99).as_strided((3, H, DV), (DV, DV, 1)), torch.empty(3, H))},
+        "out.o.stride()=(6, 6, 1) (allowed: strides under which no two elements share memory)",
+    ),
+    (
+        RAGGED,
+        {"out": (torch.empty(3, H, DV), torch.empty(9).as_strided((3, H), (1, 1)))},
+        "out.lse.stride()=(1, 1)",
+    ),
     (RAGGED, {"out": (strided(3, H, DV), torch.empty(3, H))}, "out.o.stride(-1)=2"),
     (RAGGED, {"out": torch.empty(3, H, DV)}, "out=Tensor (allowed: (o, lse), both tensors)"),
     (RAGGED, {"out": torch.empty(2, 3, H, DV)}, "out=Tensor"),
