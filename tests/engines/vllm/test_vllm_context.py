@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +179,39 @@ def test_captured_plans_are_refilled(monkeypatch):
     later = Shards([18, 4], [1, 1], 1, seed=5)
     later.check(later.run(monkeypatch, both))
     assert plans == [plan for each in both for pair in each._captured.values() for plan in pair]
+
+
+@pytest.mark.engine
+def test_two_processes_combine_states_through_vllms_own_group():
+    from vllm.v1.attention import ops
+
+    if (Path(ops.__path__[0]) / "dcp.py").exists():
+        pytest.skip("the kernel of this vLLM does not run in Triton's interpreter")
+    here = Path(__file__).parent
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "ATTN_BACKENDS_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(here / "two_ranks.py"), str(rank), port, str(here)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=env,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        said = [worker.communicate(timeout=240)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    for text in said:
+        errors = [float(x.split()[1]) for x in text.splitlines() if x.startswith("error")]
+        assert len(errors) == 6, text[-2000:]
+        assert max(errors) < 1e-5
 
 
 @pytest.mark.parametrize("backend", ["torch_native", "triton"])
