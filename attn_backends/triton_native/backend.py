@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from .. import driver
 from ..backend import AttentionBackend, BackendOptions, RunExtras
 from ..batch import Batch
 from ..capabilities import FEATURES, Capabilities, IntSet
 from ..capacity import Capacity
-from ..errors import Reason
+from ..errors import InvalidInputError, Reason
 from ..output import AttentionOutput
 from ..plan import Plan
 from ..spec import AttentionSpec
+from .configs import PrefillConfig, SplitConfig
 
+#: Least of each size in a configuration, and those that are powers of two.
+LEAST = {"block_m": 16, "block_n": 16, "warps": 1, "stages": 1, "occupancy": 1, "min_chunk": 1}
+POWERS = ("block_m", "block_n", "warps")
 #: Widest head the kernels keep in registers and shared memory.
 MAX_HEAD_DIM = 576
 
@@ -52,6 +57,20 @@ class TritonOptions(BackendOptions):
 
     pdl: bool = True
     """Let the merge kernel start early on Hopper and newer (programmatic dependent launch)."""
+
+    @field_validator("split_config", "prefill_config")
+    @classmethod
+    def _has_tiles(
+        cls, value: tuple[int | bool, ...] | None, info: ValidationInfo
+    ) -> tuple[int | bool, ...] | None:
+        """Sizes that a kernel can have; whether a device has room for them, only it can tell."""
+        config = SplitConfig if info.field_name == "split_config" else PrefillConfig
+        for field, n in zip(fields(config), value or ()):
+            least = LEAST.get(field.name)
+            if least is not None and (n < least or (field.name in POWERS and n & (n - 1))):
+                allowed = f"{'powers of two' if field.name in POWERS else 'any'} from {least} on"
+                raise InvalidInputError.of(f"{info.field_name}.{field.name}", n, allowed)
+        return value
 
 
 class TritonBackend(AttentionBackend):
