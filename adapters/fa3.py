@@ -77,8 +77,14 @@ _OPERATOR_NAMES = {
     "block_table": "page_table",
 }
 _NOT_BENEATH = ("window_size", "return_attn_probs", "return_softmax_lse", "fa_version")
-#: What vLLM's takes besides, without defaults.
-_NOT_EVERYWHERE = {"is_rotary_interleaved": True, "sm_margin": 0, "cp_world_size": 1, "cp_rank": 0}
+#: What some builds take besides, without defaults.
+_NOT_EVERYWHERE = {
+    "is_rotary_interleaved": True,
+    "attention_chunk": 0,
+    "sm_margin": 0,
+    "cp_world_size": 1,
+    "cp_rank": 0,
+}
 
 #: A bound on queries per sequence under which no tile shape depends on the batch.
 _FIXED_MAX_Q = 512
