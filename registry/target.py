@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,26 @@ def parse_options(
         return model.model_validate(dict(values or {}), strict=True)
     except ValidationError as error:
         raise invalid_fields(error, f"{where}.{entry.name}", model) from None
+
+
+def option_from_text(model: type[BackendOptions], name: str, text: str) -> Any:
+    """What a text says for an option, as YAML would read it: ``true``, ``3``, ``[16, 64]``.
+
+    It stays the text where only that is allowed, such as ``2`` for one of several words.
+    """
+    import yaml  # only tools read options from text
+
+    read: Any = text
+    with suppress(yaml.YAMLError):
+        read = yaml.safe_load(text)
+    for value in (read, text):
+        try:
+            model.model_validate({name: value}, strict=True)
+        except ValidationError as error:
+            if any(item["loc"][:1] == (name,) for item in error.errors()):
+                continue
+        return value
+    return read
 
 
 def invalid_fields(error: ValidationError, where: str, model: type) -> InvalidInputError:
@@ -166,4 +187,14 @@ def bind(
     return instance
 
 
-__all__ = ["RaisedReason", "Verdict", "bind", "invalid_fields", "judge", "load_reason"]
+__all__ = [
+    "RaisedReason",
+    "Verdict",
+    "bind",
+    "invalid_fields",
+    "judge",
+    "load_reason",
+    "option_from_text",
+    "options_model",
+    "parse_options",
+]

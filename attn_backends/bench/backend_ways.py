@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from ..backend import AttentionBackend
+from ..backend import AttentionBackend, BackendOptions
 from ..batch import Batch
 from ..capacity import Capacity
 from ..config import AttentionConfig
 from ..errors import BackendUnavailableError, InvalidInputError, UnsupportedCallError
 from ..registry import select
 from ..registry.registry import TABLE, lookup
-from ..registry.target import judge
+from ..registry.target import judge, option_from_text, options_model
 from ..spec import AttentionSpec
 from .attention_cases import Inputs
 from .runner import Call, Way
@@ -29,16 +29,17 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         InvalidInputError: An option is not of the form ``option=value``.
     """
     name, _, rest = text.partition(":")
+    entry = lookup(name, where="backend")
+    model = BackendOptions
+    with suppress(BackendUnavailableError):  # choosing it will say so
+        model = options_model(entry.load())
     options = {}
     for item in filter(None, rest.split(",")):
         option, equals, value = item.partition("=")
         if not equals:
             raise InvalidInputError.of("backend", repr(text), "name:option=value,...")
-        try:
-            options[option] = json.loads(value)
-        except ValueError:
-            options[option] = value
-    return lookup(name, where="backend").name, options
+        options[option] = option_from_text(model, option, value)
+    return entry.name, options
 
 
 def every_backend() -> list[str]:

@@ -63,18 +63,18 @@ def read_options(backend: type[AttentionBackend], settings: Iterable[str]) -> Ba
     Raises:
         InvalidInputError: A setting has another form, or the options refuse it.
     """
-    from ..registry.target import invalid_fields
+    from ..registry.target import invalid_fields, option_from_text
 
     values = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not (name and equals):
             raise InvalidInputError.of("option", repr(setting), "NAME=VALUE")
-        values[name] = value
+        values[name] = option_from_text(backend.Options, name, value)
     if not values:
         return None
     try:
-        return backend.Options.model_validate_strings(values)
+        return backend.Options.model_validate(values, strict=True)
     except ValidationError as error:
         raise invalid_fields(error, "option", backend.Options) from None
 

@@ -152,6 +152,7 @@ def test_a_name_may_carry_options_and_is_checked() -> None:
     name = "torch_flex:compile=never"
     assert parse(name) == ("torch_flex", {"compile": "never"})
     assert parse("triton:hopper=false,num_splits=4")[1] == {"hopper": False, "num_splits": 4}
+    assert parse("flash_attention:version=3")[1] == {"version": "3"}  # one of several words
     ways, _ = backend_ways(Inputs(SMALL, device=CPU), [name])
     assert list(ways) == [name]
     with pytest.raises(UnknownBackendError):

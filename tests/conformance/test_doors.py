@@ -255,8 +255,11 @@ def test_options_given_as_text_are_read_by_their_types_and_name_the_report(tmp_p
     assert read_options(TorchNativeBackend, []) is None
     with pytest.raises(InvalidInputError, match="NAME=VALUE"):
         read_options(FlashAttentionBackend, ["version"])
-    with pytest.raises(InvalidInputError, match=r"option\.version='7'"):
+    with pytest.raises(InvalidInputError, match=r"option\.version=7 "):
         read_options(FlashAttentionBackend, ["version=7"])
+    assert read_options(TorchNativeBackend, ["tile_k=64"]).tile_k == 64
+    with pytest.raises(InvalidInputError, match=r"option\.tile_k=0 "):
+        read_options(TorchNativeBackend, ["tile_k=0"])
     report = Report(
         "flash_attention", "smoke", "cpu", (), options={"version": "2", "source": "a/b"}
     )
