@@ -262,9 +262,11 @@ def score_mod(spec: AttentionSpec, padded: Padded, extras: RunExtras) -> Mod | N
     if spec.softcap is None and extras.alibi_slopes is None and extras.k_scale is None:
         return None
     slopes, cap, k_scale = extras.alibi_slopes, None, None
+    wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
+    if slopes is not None:
+        slopes = slopes.to(wide)  # also what slopes are multiplied by: distances of many keys
     if spec.softcap is not None:
         # A tensor: the compiler makes one of a captured float, on the wrong device, and fails.
-        wide = torch.float64 if spec.dtype == torch.float64 else torch.float32
         cap = torch.full((spec.num_heads,), spec.softcap, dtype=wide, device=padded.q_lens.device)
     if extras.k_scale is not None:
         k_scale = per_head(extras.k_scale, spec, padded.q_lens.device)

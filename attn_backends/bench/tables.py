@@ -218,7 +218,7 @@ def _same_text(row: dict[str, Any]) -> dict[str, str]:
     """Steps under the reference's text, where they were compared."""
     if "parted" not in row:
         return {}
-    # A noise of 0 is that of a reference whose answers do not depend on the batch: it tells nothing.
+    # Noise of 0: the reference's answers do not depend on the batch, which tells nothing.
     decided = f"{row['decided_parted']} of {row['decided_steps']}" if row.get("noise") else ""
     return {
         "other choice under the same text": f"{row['parted']} of {row['steps']} steps",

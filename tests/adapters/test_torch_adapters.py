@@ -228,3 +228,10 @@ def test_modified_scores_hold_no_floats_which_the_compiler_could_not_place(
     held = [cell.cell_contents for cell in mod.__closure__ or ()]
     assert any(isinstance(x, torch.Tensor) for x in held)
     assert not any(isinstance(x, float) for x in held)
+
+
+def test_flex_keeps_float64_where_slopes_meet_distances() -> None:
+    layer = spec(dtype=torch.float64, has_alibi=True)
+    call = make_call(layer, [3, 300], [300, 300])
+    got = run(TorchFlexBackend(layer, device="cpu"), call)
+    assert float((got.o - reference(call).o).abs().max()) < 1e-12
