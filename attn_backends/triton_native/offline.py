@@ -25,6 +25,7 @@ from ..spec import AttentionSpec
 from . import kernels
 from . import plan as planning
 from .backend import TritonBackend, TritonOptions
+from .device import Device
 
 TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32",
@@ -101,14 +102,14 @@ def _recording(arch: int, processors: int) -> Iterator[list[Launch]]:
                 Launch(self.kernel, self.constants, self.options, tensors, numbers, grid)
             )
 
-    saved = kernels.Launcher, planning._device
+    saved = kernels.Launcher, planning.device_of
     kernels.launcher_of.cache_clear()
     kernels.Launcher = Recorder
-    planning._device = lambda kind, index: planning._Device(arch, processors, False)
+    planning.device_of = lambda kind, index: Device(arch, processors, False)
     try:
         yield launches
     finally:
-        kernels.Launcher, planning._device = saved
+        kernels.Launcher, planning.device_of = saved
         kernels.launcher_of.cache_clear()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -13,9 +13,7 @@ from ..output import AttentionOutput
 from ..spec import AttentionSpec
 from . import primitives
 from .configs import split_lanes
-
-if TYPE_CHECKING:
-    from .plan import Formats
+from .device import Formats
 
 LOG2E = 1.4426950408889634
 TINY_SCALE = primitives.TINY_SCALE.value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from ..batch import Batch
 from ..capacity import Capacity
 from ..output import AttentionOutput
 from ..plan import Plan
-from ..spec import AttentionSpec
 from ..triton_compiled import is_hooked
 from .call import Call
 from .configs import (
@@ -27,9 +24,10 @@ from .configs import (
     split_lanes,
 )
 from .cuts import FEW_KEYS, FEW_PROGRAMS, cut, few_chunk, prefers_many
-from .decode import ITEM_FIELDS, SEQ_FIELDS, _split_fwd_kernel
+from .decode import ITEM_FIELDS, SEQ_FIELDS
+from .device import Formats, device_of
 from .kernels import launcher_of, next_power_of_2
-from .launch import is_interpreted, launch
+from .launch import launch
 from .operands import scale_kind
 from .repeat import kinds, repeat_of
 from .schedule import SplitBounds, split_bounds
@@ -50,53 +48,6 @@ INVARIANT_CHUNK = 512
 INVARIANT_ROWS = 64
 
 
-@dataclass(frozen=True)
-class _Device:
-    """What kernels need to know about where they run."""
-
-    arch: int
-    processors: int
-    interpreted: bool
-
-
-@cache
-def _device(kind: str, index: int | None) -> _Device:
-    interpreted = is_interpreted(_split_fwd_kernel)
-    if kind != "cuda":
-        return _Device(90, 4, interpreted)
-    found = torch.cuda.get_device_properties(index)
-    return _Device(found.major * 10 + found.minor, found.multi_processor_count, interpreted)
-
-
-@dataclass(frozen=True)
-class Formats:
-    """How stored numbers reach the tensor cores, for a spec on a device.
-
-    Attributes:
-        compute: Dtype of the products.
-        fp8: Keys are fp8: 0 no, 1 converted by an instruction, 2 by arithmetic on their bytes.
-        fp8_q: The same for queries.
-        row_scale: Queries are scaled per row into the range of the compute dtype.
-    """
-
-    compute: torch.dtype
-    fp8: int
-    fp8_q: int
-    row_scale: bool
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, device: _Device) -> Formats:
-        """Products run in the query dtype; in fp16, where e4m3 is exact, if anything is fp8."""
-        if spec.kv != torch.float8_e4m3fn:
-            upcast = device.interpreted and spec.dtype == torch.bfloat16
-            return cls(torch.float32 if upcast else spec.dtype, 0, 0, False)
-        how = 2 if device.interpreted or device.arch < 89 else 1
-        if spec.dtype == torch.float32 or (device.interpreted and spec.dtype == torch.bfloat16):
-            return cls(torch.float32, how, 0, False)
-        fp8_q = how if spec.dtype == torch.float8_e4m3fn else 0
-        return cls(torch.float16, how, fp8_q, spec.dtype == torch.bfloat16)
-
-
 def _round(n: int) -> int:
     """The next multiple of 16, so that what follows is aligned."""
     return -(-n // 16) * 16
@@ -108,7 +59,7 @@ class TritonPlan(Plan):
     def __init__(self, backend: Any, batch: Batch, capacity: Capacity | None) -> None:
         super().__init__(backend, batch, capacity)
         spec, options = self.spec, backend.options
-        device = _device(batch.device.type, batch.device.index)
+        device = device_of(batch.device.type, batch.device.index)
         self.device = device
         known = backend.formats.get(device)
         if known is None:
@@ -458,4 +409,4 @@ def _for_interpreter(
     return plain(q), plain(k), None if v is None else plain(v), AttentionOutput(o, out.lse)
 
 
-__all__ = ["Formats", "TritonPlan"]
+__all__ = ["TritonPlan"]
