@@ -44,12 +44,16 @@ from .flash_build import (
     padded_dims_reasons,
     round_up,
 )
-from .operators import attend_beneath, python_function
+from .operators import attend_beneath, operator_values, python_function
 from .tensors import DenseKeysOfPlan, Tensors, aligned, page_width, widen
 
 _FEATURES = frozenset(
     ("ragged", "paged", "causal", "bidirectional", "window", "softcap", "alibi", "batch_invariant")
 )
+
+
+#: What vLLM's function takes and its operators do not.
+_VLLM_ONLY = ("return_softmax_lse", "fa_version")
 
 
 class Bounds(NamedTuple):
@@ -198,20 +202,7 @@ class FlashAttention2(FlashBuild):
 
         def library(extras: RunExtras, sequence: torch.Tensor | None = None) -> Attend:
             given = dict(fixed, alibi_slopes=extras.alibi_slopes)
-
-            def attend(
-                q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any = None
-            ) -> AttentionOutput:
-                found = function(q=q.unsqueeze(1), k_cache=k, v_cache=v, **given)
-                o, lse = found[0].squeeze(1), found[1].squeeze(2)  # lse [B, H, 1]
-                if sequence is not None:
-                    o, lse = o.index_select(0, sequence), lse.index_select(0, sequence)
-                return state_of(o, lse, out)
-
-            return attend
-
-        def beneath(extras: RunExtras) -> Attend:
-            given = dict(fixed, alibi_slopes=extras.alibi_slopes)
+            # Layers after the first are laid out like it.
             tall = remembered(lambda q: q.unsqueeze(1))
             flat, narrow = remembered(lambda o: o.squeeze(1)), remembered(lambda s: s.squeeze(2))
 
@@ -219,7 +210,10 @@ class FlashAttention2(FlashBuild):
                 q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: Any = None
             ) -> AttentionOutput:
                 found = function(q=tall(q), k_cache=k, v_cache=v, **given)
-                return state_of(flat(found[0]), narrow(found[1]), out)
+                o, lse = flat(found[0]), narrow(found[1])  # lse [B, H, 1]
+                if sequence is not None:
+                    o, lse = o.index_select(0, sequence), lse.index_select(0, sequence)
+                return state_of(o, lse, out)
 
             return attend
 
@@ -229,9 +223,7 @@ class FlashAttention2(FlashBuild):
             sequence = token_positions(batch)[0][: q.shape[0]]
             return *aligned_tensors(q.index_select(0, first), k, v), sequence
 
-        if work.replayed:
-            return FlashCall(by_sequence, library, spec.dv)
-        return FlashCall(aligned_tensors, library, spec.dv, beneath)
+        return FlashCall(by_sequence if work.replayed else aligned_tensors, library, spec.dv)
 
     def _varlen(self, spec: AttentionSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The varlen entry point, which gives o and the LSE first, and what the spec fixes."""
@@ -241,18 +233,9 @@ class FlashAttention2(FlashBuild):
         """What the varlen entry point's custom operator was made of, of what that is given."""
         interface = getattr(self.module, "flash_attn_interface", None)
         operator = python_function(getattr(interface, "_flash_attn_varlen_forward", None))
-        values = {k: v for k, v in fixed.items() if k not in ("window_size", "return_attn_probs")}
-        left, right = fixed["window_size"]
-        return attend_beneath(
-            operator,
-            dict(
-                values,
-                dropout_p=0.0,
-                window_size_left=left,
-                window_size_right=right,
-                alibi_slopes=extras.alibi_slopes,
-            ),
-        )
+        values = operator_values(fixed, dropped=("return_attn_probs",))
+        values.update(dropout_p=0.0, alibi_slopes=extras.alibi_slopes)
+        return attend_beneath(operator, values)
 
     def _paged_lengths(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Lengths come from the running sum; with pages it says nothing about places."""
@@ -302,17 +285,9 @@ class VllmFlashAttention2(FlashAttention2):
 
     def _beneath(self, extras: RunExtras, fixed: dict[str, Any]) -> Attend | None:
         """The extension's operator; with lengths it looks at no starts of keys, but wants some."""
-        dropped = ("window_size", "return_softmax_lse", "fa_version", "causal")
-        left, right = fixed["window_size"]
-        values = dict(
-            cu_seqlens_k=fixed["cu_seqlens_q"],
-            is_causal=fixed["causal"],
-            p_dropout=0.0,
-            window_size_left=left,
-            window_size_right=right,
-            alibi_slopes=extras.alibi_slopes,
-        )
-        values.update({k: v for k, v in fixed.items() if k not in dropped})
+        given = {"cu_seqlens_k": fixed["cu_seqlens_q"], **fixed}
+        values = operator_values(given, {"causal": "is_causal"}, _VLLM_ONLY)
+        values.update(p_dropout=0.0, alibi_slopes=extras.alibi_slopes)
         otherwise = dict(zero_tensors=False, return_softmax=False, num_splits=0)
         return attend_beneath(vllm_operator(2, "varlen_fwd"), values, otherwise)
 

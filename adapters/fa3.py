@@ -37,7 +37,7 @@ from .flash_build import (
     padded_dims_reasons,
     round_up,
 )
-from .operators import attend_beneath
+from .operators import attend_beneath, operator_values
 from .tensors import DenseKeysOfPlan, Tensors, aligned, widen
 
 _CAPABILITIES = Capabilities(
@@ -76,7 +76,7 @@ _OPERATOR_NAMES = {
     "cache_leftpad": "leftpad_k",
     "block_table": "page_table",
 }
-_NOT_BENEATH = ("window_size", "return_attn_probs", "return_softmax_lse", "fa_version")
+_NOT_BENEATH = ("return_attn_probs", "return_softmax_lse", "fa_version")
 #: What some builds take besides, without defaults.
 _NOT_EVERYWHERE = {
     "is_rotary_interleaved": True,
@@ -242,25 +242,23 @@ class FlashAttention3(FlashBuild):
                 q, k, v = widen(q, d), widen(keys.take(k), d), widen(keys.take(v), dv)
             return (aligned(q), aligned(k), aligned(v), *latent)
 
-        def library(extras: RunExtras, *latent: torch.Tensor) -> Attend:
-            more: dict[str, torch.Tensor | None] = {}
+        def all_of(extras: RunExtras, *latent: torch.Tensor) -> dict[str, Any]:
+            given = dict(fixed)
             if mla:
-                more[self.latent_name] = latent[0]
+                given[self.latent_name] = latent[0]
             if fp8:
-                more["k_descale"] = scales.of("k", extras.k_scale)
-                more["v_descale"] = scales.of("v", extras.v_scale)
+                given["k_descale"] = scales.of("k", extras.k_scale)
+                given["v_descale"] = scales.of("v", extras.v_scale)
             if not paged:
-                more["cu_seqlens_k"] = dense.starts
-            return entry(**fixed, **more)
+                given["cu_seqlens_k"] = dense.starts
+            return given
+
+        def library(extras: RunExtras, *latent: torch.Tensor) -> Attend:
+            return entry(**all_of(extras, *latent))
 
         def beneath(extras: RunExtras) -> Attend | None:
-            values = dict(fixed)
-            if fp8:
-                values["k_descale"] = scales.of("k", extras.k_scale)
-                values["v_descale"] = scales.of("v", extras.v_scale)
-            if not paged:
-                values["cu_seqlens_k"] = dense.starts
-            return attend_beneath(self.operator(), operator_values(values), _NOT_EVERYWHERE)
+            values = operator_values(all_of(extras), _OPERATOR_NAMES, _NOT_BENEATH)
+            return attend_beneath(self.operator(), values, _NOT_EVERYWHERE)
 
         return FlashCall(tensors, library, spec.dv, None if mla else beneath)
 
@@ -359,13 +357,6 @@ class FixedScales:
         if (name, scale) not in self.floats:
             self.floats[name, scale] = torch.full(self.shape, scale, device=self.device)
         return self.floats[name, scale]
-
-
-def operator_values(fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the entry points, as the operator beneath them calls them."""
-    values = {_OPERATOR_NAMES.get(k, k): v for k, v in fixed.items() if k not in _NOT_BENEATH}
-    values["window_size_left"], values["window_size_right"] = fixed["window_size"]
-    return values
 
 
 def split_latent(

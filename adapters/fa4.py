@@ -28,7 +28,7 @@ from .flash_build import (
     padded_dims_reasons,
     round_up,
 )
-from .operators import attend_beneath, python_function
+from .operators import attend_beneath, operator_values, python_function
 from .tensors import DenseKeysOfPlan, Tensors, aligned, widen
 
 #: Keys in its smallest tile.
@@ -99,9 +99,8 @@ class FlashAttention4(FlashBuild):
             return by_token(function, cu_seqlens_k=None if paged else dense.starts, **common)
 
         def beneath(extras: RunExtras) -> Attend | None:
-            values = {k: v for k, v in common.items() if k != "window_size"}
-            values["cu_seqlens_k"] = None if paged else dense.starts
-            values["window_size_left"], values["window_size_right"] = common["window_size"]
+            starts = None if paged else dense.starts
+            values = operator_values(dict(common, cu_seqlens_k=starts))
             interface = getattr(self.module, "interface", None)
             operator = python_function(getattr(interface, "_flash_attn_fwd", None))
             return attend_beneath(operator, values)

@@ -11,7 +11,7 @@ release has others than those known here, the public function serves on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,22 @@ def arguments_of(operator: Any) -> list[Argument]:
         Argument(x.name, x.kind is x.KEYWORD_ONLY, _ABSENT if x.default is x.empty else x.default)
         for x in inspect.signature(operator).parameters.values()
     ]
+
+
+def operator_values(
+    given: Mapping[str, Any], renamed: Mapping[str, str] | None = None, dropped: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Arguments of a public function by the names of the operator, which has two for a window.
+
+    Args:
+        given: Of the function, ``window_size`` among them.
+        renamed: The operator's names where they differ.
+        dropped: What only the function takes.
+    """
+    names, left_out = renamed or {}, ("window_size", *dropped)
+    values = {names.get(k, k): v for k, v in given.items() if k not in left_out}
+    values["window_size_left"], values["window_size_right"] = given["window_size"]
+    return values
 
 
 def python_function(operator: Any) -> Callable[..., Any] | None:
@@ -109,4 +125,4 @@ def attend_beneath(
     return attend
 
 
-__all__ = ["arguments_of", "attend_beneath", "python_function"]
+__all__ = ["arguments_of", "attend_beneath", "operator_values", "python_function"]
